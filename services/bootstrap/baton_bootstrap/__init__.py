@@ -1,0 +1,1 @@
+"""The bootstrap registry as a service of its own."""

@@ -1,0 +1,1 @@
+"""The decode worker: receives KV caches and streams answers."""

@@ -1,0 +1,1 @@
+"""The DP-aware router: the one address that clients use."""

@@ -1,0 +1,116 @@
+"""What a core asks its driver to do. Effects are values: the driver performs them, in order, and logs every `Moved`."""
+
+from dataclasses import dataclass
+
+from baton_core.errors import Reason
+from baton_core.events import BootstrapInfos
+from baton_core.messages import MetadataRow, RoomMessage
+from baton_core.request import Bootstrap, Finish, Incarnation, PageId, RequestId, Room
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emit:
+    """To the app: new tokens of a request, and with `finish` its end (exactly one a request)."""
+
+    rid: RequestId
+    tokens: tuple[int, ...] = ()
+    finish: Finish | None = None
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tell:
+    """To the leader of another worker's unit. Performed by this unit's leader only."""
+
+    peer: Incarnation
+    message: RoomMessage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookUp:
+    """Decode: find the prefill worker of this room; answered by `Resolved` or `LookupFailed`."""
+
+    rid: RequestId
+    bootstrap: Bootstrap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connect:
+    """Decode: keep a link to this prefill worker; answered by `PeerGone` if it cannot be had or is lost."""
+
+    infos: BootstrapInfos
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expect:
+    """Decode: let this attempt's writers write these pages and this row, then order them from every rank of `peer`."""
+
+    rid: RequestId
+    room: Room
+    attempt: int
+    peer: Incarnation
+    pages: tuple[PageId, ...]
+    row: int
+    fake: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """Prefill: take page orders of this attempt from `peer`'s ranks, and from nobody else."""
+
+    rid: RequestId
+    room: Room
+    attempt: int
+    peer: Incarnation
+    pages_total: int
+    fake: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Push:
+    """Prefill: send finished pages. `first` is the ordinal of `pages[0]` in the prompt; `row` comes with the last push."""
+
+    room: Room
+    attempt: int
+    first: int
+    pages: tuple[PageId, ...]
+    row: MetadataRow | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Revoke:
+    """Stop all reading (prefill) or writing (decode) of this attempt's pages; `writers_stopped` reports the end."""
+
+    room: Room
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fence:
+    """The peer did not confirm in time: cut it off from this attempt's pages."""
+
+    room: Room
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forget:
+    """This attempt is over and its pages are back in the pool: drop what the transfer backend keeps about it."""
+
+    room: Room
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """A request changed its phase: one log line, one metric."""
+
+    rid: RequestId
+    room: Room
+    source: str
+    target: str
+    reason: Reason | None = None
+    text: str = ""
+
+
+Effect = Emit | Tell | LookUp | Connect | Expect | Offer | Push | Revoke | Fence | Forget | Moved

@@ -1,0 +1,140 @@
+"""Everything workers say to each other, frozen: a message that exists is valid.
+
+Room messages travel leader to leader, over a reliable link (`link`), and enter the core as inputs. `PageOrder` travels
+rank to rank and is an observation. `MetadataRow` is not sent as a message at all: it is the small record that the
+prefill side writes next to the pages, room word last.
+"""
+
+import struct
+from dataclasses import dataclass
+
+from baton_core.errors import Reason, Verdict
+from baton_core.limits import Millis
+from baton_core.request import ROOM_MAX, Incarnation, PageId, Room
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RoomMessage:
+    room: Room
+    attempt: int  # 1-based; a message of an older attempt changes nothing
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.room <= ROOM_MAX or self.attempt < 1:
+            raise ValueError(f"room {self.room} attempt {self.attempt}: out of range")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello(_RoomMessage):
+    """Decode to prefill, before decode reserves anything: this is the leg I hold; does yours match?"""
+
+    prompt_tokens: int
+    digest: int  # `prompt_digest`
+    fingerprint: str  # canonical text of the decode side's KV fingerprint
+    dp_rank: int  # the prefill DP rank that decode resolved
+    waits_ms: Millis  # how long decode will wait for the other leg; the earlier of the two clocks decides
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted(_RoomMessage):
+    """Prefill to decode: both legs are here and match; send page orders to this DP rank."""
+
+    dp_rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotYet(_RoomMessage):
+    """Prefill to decode: your hello is kept; my leg of the room has not arrived."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected(_RoomMessage):
+    """Prefill to decode, in answer to a hello: this room will not be served."""
+
+    reason: Reason
+    text: str
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict both legs give their clients."""
+        return Verdict(reason=self.reason, text=self.text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoomFailed(_RoomMessage):
+    """Either side to the other: my leg of this room ended without an answer."""
+
+    reason: Reason
+    text: str
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict both legs give their clients."""
+        return Verdict(reason=self.reason, text=self.text)
+
+
+RoomMessage = Hello | Accepted | NotYet | Rejected | RoomFailed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageOrder:
+    """One decode rank to one prefill rank: write this room's pages here.
+
+    `pages` are page ids of the target pool in prompt order, `len == ceil(prompt_tokens / page_tokens)`; `row` is the
+    target's metadata row; `address` is where the target's transfer backend listens, in the backend's own words.
+    """
+
+    room: Room
+    attempt: int
+    incarnation: Incarnation
+    pages: tuple[PageId, ...]
+    row: int
+    backend: str
+    address: str
+    layout: str  # canonical text of the target's `kv_layout.Layout`
+
+    def __post_init__(self) -> None:
+        if self.attempt < 1 or self.row < 0 or any(page < 0 for page in self.pages):
+            raise ValueError(f"page order of room {self.room}: attempt, row or page out of range")
+
+
+_ROW = struct.Struct("<QIiIIQ")
+ROW_BYTES = 256
+"""Bytes of one metadata row, a multiple of a cache line; fields that come later have room."""
+ROOM_WORD = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetadataRow:
+    """What decode needs besides the pages. The room word is the first 8 bytes of the row: 0 means not written yet.
+
+    `room` on the wire is `room + 1`, so that the fake room 0 differs from an empty row.
+    """
+
+    room: Room
+    attempt: int
+    first_token: int
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+    kv_checksum: int = 0
+
+    def pack(self) -> bytes:
+        """The row as `ROW_BYTES` bytes, room word included."""
+        raw = _ROW.pack(
+            self.room + 1, self.attempt, self.first_token, self.cached_tokens, self.prompt_tokens, self.kv_checksum
+        )
+        return raw.ljust(ROW_BYTES, b"\0")
+
+    @staticmethod
+    def unpack(raw: bytes) -> "MetadataRow | None":
+        """The row in `raw`, or None while its room word is 0."""
+        word, attempt, first_token, cached, prompt, checksum = _ROW.unpack_from(raw)
+        if word == 0:
+            return None
+        return MetadataRow(
+            room=word - 1,
+            attempt=attempt,
+            first_token=first_token,
+            cached_tokens=cached,
+            prompt_tokens=prompt,
+            kv_checksum=checksum,
+        )

@@ -1,0 +1,1 @@
+"""Choice of workers: pure policies over what the router knows."""

@@ -1,0 +1,1 @@
+"""Drivers without torch: links, codec, peers and registry client, registry routes, configuration, logs, metrics."""

@@ -1,0 +1,104 @@
+"""What an app process and its scheduler ranks say to each other, over one ipc socket pair per rank.
+
+The app is torch-free and owns HTTP, the tokenizer and the registry; the leader rank owns the core. App to rank: the
+core's own inputs, plus a few queries. Rank to app: batches of tokens, look-ups, readiness, snapshots.
+"""
+
+from dataclasses import dataclass, field
+
+from baton_core import events
+from baton_core.effects import Emit, LookUp
+from baton_io.codec import Codec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ping:
+    """App to rank: answer with a `Snapshot` at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """App to rank: leave the loop and exit 0 (after a drain, or because a sibling died)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReady:
+    """Rank to app, once: the model is loaded. `fingerprint` is the canonical text compared in the handshake."""
+
+    rank: int
+    pid: int
+    rank_host: str
+    rank_port: int  # where the rank's control socket listens (prefill), else 0
+    fingerprint: str
+    kv_pages: int
+    page_tokens: int
+    kv_bytes: int
+    context_tokens: int  # longest prompt + output the model and the pool allow
+    kv_dtype: str
+    load_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadProgress:
+    """Rank to app while loading: `done` of `total` in `what` (shown to people, never logged per tensor)."""
+
+    rank: int
+    what: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emits:
+    """Rank to app: everything one tick has to say to clients, in one message."""
+
+    emits: tuple[Emit, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookUps:
+    """Rank to app (decode): rooms whose prefill worker must be found."""
+
+    lookups: tuple[LookUp, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Rank to app, about once a second and on `Ping`: gauges and cumulative counters, ready to be exported.
+
+    Keys are metric names without the role prefix (`pages_free`, `queue_requests{queue=waiting}`, …): `gauges` are
+    current values, `counters` only grow, `samples` are new histogram observations since the last snapshot.
+    """
+
+    rank: int
+    progress: int  # grows with every turn of the loop; the app's measure of liveness
+    gauges: dict[str, float] = field(default_factory=dict)
+    counters: dict[str, float] = field(default_factory=dict)
+    samples: dict[str, list[float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFailed:
+    """Rank to app, last words: why it exits."""
+
+    rank: int
+    text: str
+
+
+TO_RANK = Codec(
+    {
+        1: events.Submit,
+        2: events.Abort,
+        3: events.AbortAll,
+        4: events.StopHere,
+        5: events.Resolved,
+        6: events.LookupFailed,
+        7: events.DrainBegan,
+        8: Ping,
+        9: Stop,
+    }
+)
+"""Codec of the app-to-rank direction."""
+
+TO_APP = Codec({1: RankReady, 2: LoadProgress, 3: Emits, 4: LookUps, 5: Snapshot, 6: RankFailed})
+"""Codec of the rank-to-app direction."""
