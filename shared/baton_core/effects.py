@@ -51,7 +51,6 @@ class Expect:
     peer: Incarnation
     pages: tuple[PageId, ...]
     row: int
-    fake: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +62,6 @@ class Offer:
     attempt: int
     peer: Incarnation
     pages_total: int
-    fake: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

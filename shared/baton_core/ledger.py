@@ -1,0 +1,201 @@
+"""What both sides do alike with a request: open it at the door, end it exactly once, and give back what it holds.
+
+The ledger owns the live handoffs, the rooms and the page pool of one side, and collects the effects of the event being
+handled. `PrefillCore` and `DecodeCore` are built on it; they decide, it keeps the books. The law of pages lives in
+`_release_if_quiet`, the only place that returns pages.
+"""
+
+from collections.abc import Callable
+
+from baton_core.admission import is_unadmitted_reject
+from baton_core.effects import Effect, Emit, Fence, Forget, Revoke, Tell
+from baton_core.errors import Reason, Verdict
+from baton_core.events import AgreedPoll
+from baton_core.limits import Limits, Millis
+from baton_core.machine import Handoff, Phase, PhaseTable, move
+from baton_core.messages import RoomFailed
+from baton_core.pages import PagePool
+from baton_core.request import FAKE_HOST, Finish, FinishType, Request, RequestId
+from baton_core.rooms import RoomTable
+
+
+class Ledger:
+    """Books of one side of one unit. Mutated by every method; `take_effects` hands over what they asked for."""
+
+    def __init__(self, table: PhaseTable, limits: Limits, pool: PagePool, rows: PagePool | None) -> None:
+        self.table = table
+        self.limits = limits
+        self.pool = pool
+        self.rows = rows
+        self.rooms = RoomTable(limits)
+        self.live: dict[RequestId, Handoff] = {}
+        self.draining = False
+        self.effects: list[Effect] = []
+        self.rejections: dict[Reason, int] = {}
+        # A core adds what it must forget about a request that left its queues.
+        self.on_leave: Callable[[Handoff], None] = lambda handoff: None
+
+    def take_effects(self) -> list[Effect]:
+        """The effects collected since the last call."""
+        effects, self.effects = self.effects, []
+        return effects
+
+    def intake(self, request: Request, now: Millis) -> Handoff:
+        """A record for `request`, with the verdict it may bring along; it is live, and owns nothing."""
+        assert request.rid not in self.live, f"{request.rid} is live: the app lets no id in twice"
+        budget_ms = min(request.budget_ms, self.limits.request_budget_ms)
+        handoff = Handoff(
+            request=request,
+            table=self.table,
+            arrived_at=now,
+            deadline_at=now + budget_ms,
+            to_finish=request.rejected,
+        )
+        self.live[request.rid] = handoff
+        if handoff.to_finish is None and len(self.live) > self.limits.waiting_max:
+            text = f"{self.limits.waiting_max} requests are waiting or running here (waiting_max); retry later"
+            handoff.to_finish = Verdict(reason=Reason.WAITING_FULL, text=text)
+        if handoff.to_finish is None and self.draining:
+            handoff.to_finish = Verdict(reason=Reason.DRAINING, text="this worker is draining; retry with another")
+        return handoff
+
+    def claim_room(self, handoff: Handoff, now: Millis) -> bool:
+        """Give the handoff its room, unless another live request holds it or the room's other leg failed already.
+
+        False: the handoff was ended with the verdict that applies.
+        """
+        room = handoff.room
+        if self.rooms.holder(room) is not None and not is_fake(handoff):
+            text = f"room {room} is in use by a live request; draw another room"
+            self.retire_unadmitted_request(handoff, Verdict(reason=Reason.DUPLICATE_ROOM, text=text))
+            return False
+        stored = self.rooms.verdict_for_app(room, now)
+        if stored is not None:
+            self.retire_unadmitted_request(handoff, stored)
+            return False
+        if not is_fake(handoff):
+            self.rooms.open(room, handoff.rid)
+        return True
+
+    def retire_unadmitted_request(self, handoff: Handoff, verdict: Verdict | None = None) -> None:
+        """Finish a request that never got past the door, with the verdict it was rejected with (S5). It owns nothing."""
+        handoff.to_finish = verdict or handoff.to_finish
+        assert handoff.to_finish is not None
+        assert is_unadmitted_reject(handoff), f"{handoff.rid} owns {handoff.owned()}"
+        self.rejections[handoff.to_finish.reason] = self.rejections.get(handoff.to_finish.reason, 0) + 1
+        self._answer(handoff, handoff.to_finish)
+        self._leave(handoff, Phase.FAILED, handoff.to_finish)
+
+    def fail(self, handoff: Handoff, verdict: Verdict, now: Millis, *, peer_knows: bool = False) -> None:
+        """End a request without its answer: client and peer hear it now, pages stay until nobody can touch them."""
+        if handoff.phase in (Phase.REVOKING, Phase.DONE, Phase.FAILED):
+            return
+        handoff.to_finish = verdict
+        self._answer(handoff, verdict)
+        self._bury(handoff, verdict, now, peer_knows=peer_knows)
+        self._end(handoff, Phase.FAILED, now, verdict)
+
+    def finish(self, handoff: Handoff, finish: Finish, now: Millis, tokens: tuple[int, ...] = ()) -> None:
+        """End a request with its answer."""
+        if not handoff.answered:
+            handoff.answered = True
+            self.effects.append(
+                Emit(rid=handoff.rid, tokens=tokens, finish=finish, cached_tokens=handoff.cached_tokens)
+            )
+        if handoff.room and not is_fake(handoff):
+            self.rooms.close(handoff.room)
+        self._end(handoff, Phase.DONE, now, None)
+
+    def revoked(self, handoff: Handoff, agreed: AgreedPoll) -> None:
+        """An agreed observation of a handoff in REVOKING."""
+        if agreed.writers_stopped:
+            self.transfer_over(handoff)
+            self._release_if_quiet(handoff)
+
+    def step_left(self, handoff: Handoff) -> None:
+        """The plan that named this handoff is committed."""
+        handoff.in_step = False
+        if handoff.phase is Phase.REVOKING:
+            self._release_if_quiet(handoff)
+
+    def transfer_over(self, handoff: Handoff) -> None:
+        """The attempt's transfer ended well everywhere: nobody reads or writes its pages any more."""
+        handoff.opened = False
+        self.effects.append(Forget(room=handoff.room, attempt=handoff.attempt))
+
+    def free_row(self, handoff: Handoff) -> None:
+        """Give back the metadata row: it was read, and its one writer is done."""
+        if handoff.row is not None and self.rows is not None:
+            self.rows.release((handoff.row,))
+            handoff.row = None
+
+    def overdue(self, now: Millis) -> list[Handoff]:
+        """Live handoffs one of whose deadlines has passed."""
+        return [handoff for handoff in self.live.values() if handoff.due_at <= now and not handoff.fenced]
+
+    def expire(self, handoff: Handoff, now: Millis) -> None:
+        """A deadline passed: name the stage and end the request, or fence the peer that does not stop."""
+        if handoff.phase is Phase.REVOKING:
+            handoff.fenced = True
+            if handoff.opened:
+                self.effects.append(Fence(room=handoff.room, attempt=handoff.attempt))
+            return
+        stage = self.table.stages[handoff.phase]
+        own = handoff.stage_deadline_at is not None and handoff.stage_deadline_at <= now
+        what = "its own deadline" if own and handoff.deadline_at > now else "the request's budget"
+        reason = Reason.DEADLINE
+        if handoff.phase in (Phase.BOOTSTRAPPING, Phase.GREETING) and handoff.deadline_at > now:
+            reason = Reason.OTHER_LEG_MISSING
+        text = f"{self.table.side}: {stage} took {now - handoff.arrived_at} ms and ran out of {what}"
+        self.fail(handoff, Verdict(reason=reason, text=text), now)
+
+    def next_deadline(self) -> Millis | None:
+        """When `tick` has something to do next."""
+        dues = [handoff.due_at for handoff in self.live.values() if not handoff.fenced]
+        expiry = self.rooms.next_expiry()
+        return min(dues + ([] if expiry is None else [expiry]), default=None)
+
+    def _answer(self, handoff: Handoff, verdict: Verdict) -> None:
+        if handoff.answered:
+            return
+        handoff.answered = True
+        self.effects.append(Emit(rid=handoff.rid, finish=Finish(type=FinishType.ABORT, verdict=verdict)))
+
+    def _bury(self, handoff: Handoff, verdict: Verdict, now: Millis, *, peer_knows: bool) -> None:
+        if not handoff.room or is_fake(handoff) or self.rooms.holder(handoff.room) != handoff.rid:
+            return
+        told = peer_knows
+        if handoff.peer is not None and not peer_knows:
+            message = RoomFailed(room=handoff.room, attempt=handoff.attempt, reason=verdict.reason, text=verdict.text)
+            self.effects.append(Tell(peer=handoff.peer, message=message))
+            told = True
+        self.rooms.bury(handoff.room, verdict, now, app_answered=True, peer_answered=told)
+
+    def _end(self, handoff: Handoff, end: Phase, now: Millis, verdict: Verdict | None) -> None:
+        self.on_leave(handoff)
+        if handoff.opened:
+            self.effects.append(Revoke(room=handoff.room, attempt=handoff.attempt))
+        if handoff.opened or handoff.in_step:
+            deadline = now + self.limits.revoking_ms if handoff.opened else None
+            move(handoff, Phase.REVOKING, self.effects, stage_deadline_at=deadline, verdict=verdict)
+            handoff.deadline_at = max(handoff.deadline_at, now + self.limits.revoking_ms)
+        else:
+            self._leave(handoff, end, verdict)
+
+    def _release_if_quiet(self, handoff: Handoff) -> None:
+        if handoff.opened or handoff.in_step:
+            return
+        self._leave(handoff, Phase.FAILED if handoff.to_finish is not None else Phase.DONE, handoff.to_finish)
+
+    def _leave(self, handoff: Handoff, end: Phase, verdict: Verdict | None) -> None:
+        self.pool.release(handoff.pages)
+        handoff.pages = ()
+        self.free_row(handoff)
+        move(handoff, end, self.effects, verdict=verdict)
+        del self.live[handoff.rid]
+
+
+def is_fake(handoff: Handoff) -> bool:
+    """Whether the request has no peer (health probes use the fake host)."""
+    bootstrap = handoff.request.bootstrap
+    return bootstrap is not None and bootstrap.host == FAKE_HOST

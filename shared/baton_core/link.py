@@ -1,0 +1,254 @@
+"""A reliable, ordered conversation between two workers over any transport that may drop, repeat or cut.
+
+    decode worker                                      prefill worker
+    open(epoch 3) -- DATA seq 1 … ack 0 ------------>  first frame of a new epoch: a new conversation
+                  <------------ DATA seq 1, ack 1 ---
+                  -- BEAT ack 1 ------------------->   nothing to say for a heartbeat
+                  <------------ GONE ----------------   another incarnation lives here, or this epoch is over
+
+Frames carry both incarnations and the epoch, so that a message of an earlier life is recognised, not obeyed. Numbered
+messages are kept until acknowledged and sent again (go-back-N, as in HDLC); silence longer than the limit ends the
+conversation, which the core hears once, as `PeerGone`. Pure: frames in, frames out.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from enum import IntEnum
+
+from baton_core.limits import Limits, Millis
+from baton_core.request import Incarnation
+
+
+class FrameKind(IntEnum):
+    """What a frame is for."""
+
+    DATA = 1
+    BEAT = 2  # acknowledgement and sign of life
+    GONE = 3  # this conversation is over, or never was
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """One unit on the wire. `seq` counts DATA from 1; `ack` is the highest number received in order."""
+
+    kind: FrameKind
+    source: Incarnation
+    target: Incarnation
+    epoch: int
+    seq: int = 0
+    ack: int = 0
+    payload: bytes = b""
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.epoch < 1 or self.seq < 0 or self.ack < 0:
+            raise ValueError(f"frame numbers out of range: epoch {self.epoch}, seq {self.seq}, ack {self.ack}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """What a frame brought: messages in order, frames to send in answer, and why the link is lost, if it is."""
+
+    payloads: tuple[bytes, ...] = ()
+    answers: tuple[Frame, ...] = ()
+    lost: str | None = None
+
+
+class Link:
+    """One end of one conversation (own incarnation, peer incarnation, epoch). Mutated by every method."""
+
+    def __init__(self, own: Incarnation, peer: Incarnation, epoch: int, limits: Limits, now: Millis) -> None:
+        self.own, self.peer, self.epoch = own, peer, epoch
+        self._limits = limits
+        self._next_seq = 1
+        self._received = 0
+        self._unacked: deque[Frame] = deque()
+        self._heard_at = now
+        self._sent_at = now
+        self._resend_at: Millis | None = None
+        self.lost: str | None = None
+
+    def send(self, payload: bytes, now: Millis) -> tuple[Frame, ...]:
+        """The frame that carries `payload`. A full window means that the peer does not take what it is told: lost."""
+        if self.lost is not None:
+            return ()
+        if len(self._unacked) >= self._limits.link_window:
+            self.lost = f"{len(self._unacked)} messages are unacknowledged (link_window)"
+            return ()
+        frame = self._frame(FrameKind.DATA, seq=self._next_seq, payload=payload)
+        self._next_seq += 1
+        self._unacked.append(frame)
+        self._sent_at = now
+        if self._resend_at is None:
+            self._resend_at = now + self._limits.link_resend_ms
+        return (frame,)
+
+    def receive(self, frame: Frame, now: Millis) -> Received:
+        """Take one frame of this very conversation (the caller matched incarnations and epoch)."""
+        if self.lost is not None:
+            return Received(answers=(self.farewell(),))
+        if frame.kind is FrameKind.GONE:
+            self.lost = frame.text or "the peer ended the conversation"
+            return Received(lost=self.lost)
+        self._heard_at = now
+        self._acknowledge(frame.ack, now)
+        if frame.kind is FrameKind.BEAT:
+            return Received()
+        fresh = frame.seq == self._received + 1
+        if fresh:
+            self._received = frame.seq
+        # Answer repeats too: the acknowledgement may be what got lost.
+        self._sent_at = now
+        return Received(payloads=(frame.payload,) if fresh else (), answers=(self._frame(FrameKind.BEAT),))
+
+    def tick(self, now: Millis) -> tuple[Frame, ...]:
+        """Heartbeats and repeats that are due. Sets `lost` after too long a silence."""
+        if self.lost is not None:
+            return ()
+        if now - self._heard_at >= self._limits.link_silent_ms:
+            self.lost = f"nothing heard for {now - self._heard_at} ms (link_silent_ms {self._limits.link_silent_ms})"
+            return ()
+        if self._resend_at is not None and now >= self._resend_at:
+            self._resend_at = now + self._limits.link_resend_ms
+            self._sent_at = now
+            return tuple(self._refreshed(frame) for frame in self._unacked)
+        if now - self._sent_at >= self._limits.heartbeat_ms:
+            self._sent_at = now
+            return (self._frame(FrameKind.BEAT),)
+        return ()
+
+    def next_due(self) -> Millis:
+        """When `tick` has something to do next."""
+        due = min(self._heard_at + self._limits.link_silent_ms, self._sent_at + self._limits.heartbeat_ms)
+        return due if self._resend_at is None else min(due, self._resend_at)
+
+    def farewell(self) -> Frame:
+        """The frame that tells the peer that this conversation is over."""
+        return self._frame(FrameKind.GONE, text=self.lost or "closed")
+
+    def _acknowledge(self, ack: int, now: Millis) -> None:
+        moved = False
+        while self._unacked and self._unacked[0].seq <= ack:
+            self._unacked.popleft()
+            moved = True
+        if not self._unacked:
+            self._resend_at = None
+        elif moved:
+            self._resend_at = now + self._limits.link_resend_ms
+
+    def _frame(self, kind: FrameKind, *, seq: int = 0, payload: bytes = b"", text: str = "") -> Frame:
+        return Frame(
+            kind=kind,
+            source=self.own,
+            target=self.peer,
+            epoch=self.epoch,
+            seq=seq,
+            ack=self._received,
+            payload=payload,
+            text=text,
+        )
+
+    def _refreshed(self, frame: Frame) -> Frame:
+        return self._frame(FrameKind.DATA, seq=frame.seq, payload=frame.payload)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heard:
+    """What a switchboard made of a frame: who spoke, what was said, what to send back, whom it lost by it."""
+
+    peer: Incarnation
+    payloads: tuple[bytes, ...] = ()
+    answers: tuple[Frame, ...] = ()
+    lost: str | None = None
+
+
+class Switchboard:
+    """All conversations of one worker. The decode side dials (`dial`), the prefill side only answers.
+
+    At most one conversation a peer lives at a time; a newer epoch replaces an older one, which counts as lost.
+    """
+
+    def __init__(self, own: Incarnation, limits: Limits) -> None:
+        self.own = own
+        self._limits = limits
+        self._links: dict[Incarnation, Link] = {}
+        self._epochs = 0
+
+    @property
+    def peers(self) -> tuple[Incarnation, ...]:
+        """Peers with a live conversation."""
+        return tuple(self._links)
+
+    def knows(self, peer: Incarnation) -> bool:
+        """Whether a conversation with `peer` is open."""
+        return peer in self._links
+
+    def dial(self, peer: Incarnation, now: Millis) -> None:
+        """Open a conversation, unless one is open."""
+        if peer not in self._links:
+            self._epochs += 1
+            self._links[peer] = Link(self.own, peer, self._epochs, self._limits, now)
+
+    def send(self, peer: Incarnation, payload: bytes, now: Millis) -> tuple[Frame, ...]:
+        """Frames that carry `payload`; none if there is no conversation (its loss was reported already)."""
+        link = self._links.get(peer)
+        return () if link is None else link.send(payload, now)
+
+    def receive(self, frame: Frame, now: Millis) -> Heard:
+        """Take a frame from the wire, whoever sent it."""
+        if frame.target != self.own:
+            return Heard(peer=frame.source, answers=self._not_here(frame))
+        link = self._links.get(frame.source)
+        if link is not None and link.epoch == frame.epoch:
+            got = link.receive(frame, now)
+            if got.lost is not None:
+                del self._links[frame.source]
+            return Heard(peer=frame.source, payloads=got.payloads, answers=got.answers, lost=got.lost)
+        if link is not None and frame.epoch < link.epoch:
+            return Heard(peer=frame.source)  # an echo of the past
+        if frame.kind is not FrameKind.DATA or frame.seq != 1:
+            # Either its first frame was lost (it will be repeated) or we ended this epoch and the peer missed it.
+            return Heard(peer=frame.source, answers=() if frame.kind is FrameKind.GONE else self._over(frame))
+        return self._adopt(frame, link, now)
+
+    def tick(self, now: Millis) -> tuple[tuple[Frame, ...], tuple[tuple[Incarnation, str], ...]]:
+        """Frames that are due, and peers lost to silence (with the reason)."""
+        frames: list[Frame] = []
+        lost: list[tuple[Incarnation, str]] = []
+        for peer, link in list(self._links.items()):
+            frames += link.tick(now)
+            if link.lost is not None:
+                lost.append((peer, link.lost))
+                frames.append(link.farewell())
+                del self._links[peer]
+        return tuple(frames), tuple(lost)
+
+    def hang_up(self, peer: Incarnation) -> tuple[Frame, ...]:
+        """End a conversation politely."""
+        link = self._links.pop(peer, None)
+        return () if link is None else (link.farewell(),)
+
+    def next_due(self) -> Millis | None:
+        """When `tick` has something to do next."""
+        return min((link.next_due() for link in self._links.values()), default=None)
+
+    def _adopt(self, frame: Frame, old: Link | None, now: Millis) -> Heard:
+        link = Link(self.own, frame.source, frame.epoch, self._limits, now)
+        self._links[frame.source] = link
+        got = link.receive(frame, now)
+        lost = None if old is None else "the peer opened a new conversation"
+        return Heard(peer=frame.source, payloads=got.payloads, answers=got.answers, lost=lost)
+
+    def _over(self, frame: Frame) -> tuple[Frame, ...]:
+        if frame.kind is FrameKind.DATA and frame.ack == 0:
+            return ()  # perhaps a young conversation whose first frame is still on its way
+        return (self._gone(frame, "this conversation is over"),)
+
+    def _not_here(self, frame: Frame) -> tuple[Frame, ...]:
+        if frame.kind is FrameKind.GONE:
+            return ()
+        return (self._gone(frame, f"incarnation {frame.target} does not live here any more"),)
+
+    def _gone(self, frame: Frame, text: str) -> Frame:
+        # Speak in the name the peer dialled, or it could not match the answer to its conversation.
+        return Frame(kind=FrameKind.GONE, source=frame.target, target=frame.source, epoch=frame.epoch, text=text)

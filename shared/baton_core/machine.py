@@ -1,0 +1,147 @@
+"""One request's handoff: the record that both sides keep, and the one place that moves it between phases.
+
+A side is described by its `PhaseTable`: the legal transitions, how each phase shows as a `KVPoll`, and what a deadline in
+it is called. Documents, metrics and simulation coverage are drawn from these tables.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from baton_core.agreement import KVPoll
+from baton_core.effects import Effect, Moved
+from baton_core.errors import Verdict
+from baton_core.events import BootstrapInfos
+from baton_core.limits import Millis
+from baton_core.request import Incarnation, PageId, Request, RequestId, Room
+
+
+class Phase(Enum):
+    """Phases of both sides; each side's table says which of them it uses and how they follow each other."""
+
+    # prefill
+    BOOTSTRAPPING = "bootstrapping"  # the app's leg is here, decode's hello is not
+    ACCEPTED = "accepted"  # both legs match; page orders are outstanding
+    QUEUED = "queued"  # ordered: waits for pages and its turn (waiting queue)
+    FORWARDING = "forwarding"  # chunks are computed and pushed
+    INFLIGHT = "inflight"  # everything is computed; the last pages are on their way
+    # decode
+    RESOLVING = "resolving"  # the prefill worker is being looked up
+    GREETING = "greeting"  # hello sent
+    PREALLOC = "prealloc"  # accepted: waits for pages and a metadata row
+    TRANSFERRING = "transferring"  # pages are ordered
+    ARRIVED = "arrived"  # KV cache and first token are here: waits for a place in the batch
+    RUNNING = "running"
+    # decode alone (colocated)
+    LOCAL = "local"  # waits for pages to compute its own prompt
+    COMPUTING = "computing"  # its prompt is computed here
+    # both
+    INTAKE = "intake"  # at the door
+    REVOKING = "revoking"  # failed or aborted; somebody may still read or write its pages
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseTable:
+    """The legal life of one side. `stages` names, for clients, what was going on when a deadline passed."""
+
+    side: str
+    transitions: Mapping[Phase, tuple[Phase, ...]]
+    polls: Mapping[Phase, KVPoll]
+    stages: Mapping[Phase, str]
+
+    def edges(self) -> tuple[tuple[Phase, Phase], ...]:
+        """Every legal transition, in table order."""
+        return tuple((source, target) for source, targets in self.transitions.items() for target in targets)
+
+
+@dataclass(slots=True, kw_only=True)
+class Handoff:
+    """Everything one side knows about one request. Mutated only by its core; `phase` only by `move`."""
+
+    request: Request
+    table: PhaseTable
+    arrived_at: Millis
+    deadline_at: Millis  # the request's own
+    phase: Phase = Phase.INTAKE
+    stage_deadline_at: Millis | None = None  # the phase's own, when it is earlier
+    attempt: int = 1
+    peer: Incarnation | None = None
+    infos: BootstrapInfos | None = None
+    pages: tuple[PageId, ...] = ()
+    row: int | None = None
+    opened: bool = False  # the transfer backend knows this attempt: Offer or Expect was performed
+    in_step: bool = False  # a running plan names it
+    computed: int = 0  # prompt tokens whose KV is in `pages`
+    pushed: int = 0  # pages handed to the transfer backend (prefill)
+    progress: int = 0
+    outputs: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    to_finish: Verdict | None = None
+    answered: bool = False
+    fenced: bool = False
+    is_retracted: bool = False
+
+    @property
+    def rid(self) -> RequestId:
+        """The request's id."""
+        return self.request.rid
+
+    @property
+    def room(self) -> Room:
+        """The request's room, 0 where it has none."""
+        return self.request.room
+
+    @property
+    def conclude_state(self) -> KVPoll:
+        """How this handoff shows to the outside (S0): a view of `phase`."""
+        return self.table.polls[self.phase]
+
+    @property
+    def bootstrap_infos(self) -> BootstrapInfos | None:
+        """What the look-up found; None before it, and for ever after it failed (S4)."""
+        return self.infos
+
+    @property
+    def kv_receiver(self) -> int | None:
+        """The attempt that may still write this request's pages, or None (S2)."""
+        return self.attempt if self.opened else None
+
+    @property
+    def due_at(self) -> Millis:
+        """When the first of its deadlines passes."""
+        return self.deadline_at if self.stage_deadline_at is None else min(self.deadline_at, self.stage_deadline_at)
+
+    def owned(self) -> tuple[str, ...]:
+        """What this request holds, by name: the one list that admission and release go by."""
+        held = (("pages", bool(self.pages)), ("row", self.row is not None), ("transfer", self.opened))
+        return tuple(name for name, holds in held if holds)
+
+
+def move(
+    handoff: Handoff,
+    target: Phase,
+    effects: list[Effect],
+    *,
+    stage_deadline_at: Millis | None = None,
+    verdict: Verdict | None = None,
+) -> None:
+    """Move a handoff to `target`: the only line in the repository that assigns a phase.
+
+    Appends `Moved` to `effects` and sets the new phase's own deadline. Asserts that the table allows it.
+    """
+    source = handoff.phase
+    assert target in handoff.table.transitions[source], f"{handoff.table.side}: {source} -> {target} is not legal"
+    handoff.phase = target
+    handoff.stage_deadline_at = stage_deadline_at
+    effects.append(
+        Moved(
+            rid=handoff.rid,
+            room=handoff.room,
+            source=source.value,
+            target=target.value,
+            reason=None if verdict is None else verdict.reason,
+            text="" if verdict is None else verdict.text,
+        )
+    )

@@ -1,0 +1,48 @@
+"""The page pool: who holds which page of the KV cache (or which metadata row), decided the same way on every rank."""
+
+from collections import deque
+from collections.abc import Iterable
+
+from baton_core.request import PageId
+
+
+def pages_for(tokens: int, page_tokens: int) -> int:
+    """Pages that hold `tokens` tokens."""
+    return -(-tokens // page_tokens)
+
+
+class PagePool:
+    """A pool of `total` numbered pages, handed out oldest-free first so that every rank hands out the same ones.
+
+    A page is either free or held by exactly one owner; freeing a free page is our bug and asserts.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._free: deque[PageId] = deque(range(total))
+        self._held = bytearray(total)
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
+
+    def allocate(self, count: int) -> tuple[PageId, ...] | None:
+        """`count` pages, or None (and nothing taken) if there are not as many."""
+        if count > len(self._free):
+            return None
+        pages = tuple(self._free.popleft() for _ in range(count))
+        for page in pages:
+            self._held[page] = 1
+        return pages
+
+    def release(self, pages: Iterable[PageId]) -> None:
+        """Return pages to the pool. Asserts that each was held."""
+        for page in pages:
+            assert self._held[page], f"page {page} freed twice"
+            self._held[page] = 0
+            self._free.append(page)
+
+    def holds(self, page: PageId) -> bool:
+        """Whether somebody holds `page`."""
+        return bool(self._held[page])
