@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from baton_core import events
 from baton_core.effects import Emit, LookUp
+from baton_core.request import Incarnation
 from baton_io.codec import Codec
 
 
@@ -63,6 +64,13 @@ class LookUps:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PeersLost:
+    """Rank to app: conversations with these workers ended; what is cached about them is stale."""
+
+    peers: tuple[Incarnation, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """Rank to app, about once a second and on `Ping`: gauges and cumulative counters, ready to be exported.
 
@@ -100,5 +108,5 @@ TO_RANK = Codec(
 )
 """Codec of the app-to-rank direction."""
 
-TO_APP = Codec({1: RankReady, 2: LoadProgress, 3: Emits, 4: LookUps, 5: Snapshot, 6: RankFailed})
+TO_APP = Codec({1: RankReady, 2: LoadProgress, 3: Emits, 4: LookUps, 5: Snapshot, 6: RankFailed, 7: PeersLost})
 """Codec of the rank-to-app direction."""

@@ -1,0 +1,107 @@
+"""What a rank tells its app about itself, once a second: gauges, counters, and new samples of histograms."""
+
+from collections import Counter, deque
+
+from baton_core.agreement import KVPoll
+from baton_core.decode.core import DecodeCore
+from baton_core.effects import Moved
+from baton_core.limits import Millis
+from baton_core.machine import Phase
+from baton_core.plan import StepPlan
+from baton_core.prefill.core import PrefillCore
+from baton_core.request import RequestId
+from baton_io.ipc import Snapshot
+from baton_io.links import Links
+
+SAMPLES_MAX = 4_096
+"""Samples of one histogram kept between two snapshots; more are dropped and counted."""
+
+
+class Gauges:
+    """Collects on the loop's thread; `snapshot` hands over and starts afresh."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._turns = 0
+        self._counters: Counter[str] = Counter()
+        self._samples: dict[str, deque[float]] = {}
+        self._entered: dict[RequestId, tuple[str, Millis]] = {}
+        self._step_began: Millis = 0
+
+    def tick_lag(self, lag_ms: Millis) -> None:
+        """A turn began `lag_ms` after it was due."""
+        self._turns += 1
+        self._sample("control_tick_lag_seconds", lag_ms / 1000)
+
+    def step_began(self, plan: StepPlan, now: Millis) -> None:
+        """A plan went to the compute thread."""
+        self._step_began = now
+        self._counters["step_tokens_total"] += sum(len(piece.tokens) for piece in plan.slices)
+        self._counters["steps_total"] += 1
+
+    def step_over(self, now: Millis) -> None:
+        """The running plan was committed."""
+        self._sample("step_seconds", (now - self._step_began) / 1000)
+
+    def moved(self, effect: Moved, now: Millis) -> None:
+        """A request changed its phase: the time it spent in the old one is a stage sample."""
+        source, since = self._entered.pop(effect.rid, (effect.source, now))
+        self._sample(f"handoff_stage_seconds{{stage={source}}}", (now - since) / 1000)
+        if effect.target in (Phase.DONE.value, Phase.FAILED.value):
+            self._counters[f"handoffs_total{{outcome={effect.target}}}"] += 1
+        else:
+            self._entered[effect.rid] = (effect.target, now)
+        if effect.reason is not None and effect.target in (Phase.FAILED.value, Phase.REVOKING.value):
+            if effect.source != Phase.REVOKING.value:
+                self._counters[f"failures_total{{reason={effect.reason.name.lower()}}}"] += 1
+
+    def snapshot(self, core: PrefillCore | DecodeCore, links: Links) -> Snapshot:
+        """Everything since the last snapshot, and how the core stands now."""
+        samples = {name: list(values) for name, values in self._samples.items()}
+        self._samples.clear()
+        self._turns += 1
+        return Snapshot(
+            rank=self._rank,
+            progress=self._turns,
+            gauges=_gauges(core, links),
+            counters=dict(self._counters),
+            samples=samples,
+        )
+
+    def _sample(self, name: str, value: float) -> None:
+        samples = self._samples.setdefault(name, deque(maxlen=SAMPLES_MAX))
+        if len(samples) == SAMPLES_MAX:
+            self._counters["samples_dropped_total"] += 1
+        samples.append(value)
+
+
+def _gauges(core: PrefillCore | DecodeCore, links: Links) -> dict[str, float]:
+    ledger = core.ledger
+    gauges: dict[str, float] = {
+        "pages": ledger.pool.total,
+        "pages_free": ledger.pool.free,
+        "pages_cached": 0,
+        "live_requests": len(ledger.live),
+        "tombstones": ledger.rooms.tombstones,
+        "links": len(links.peers),
+        "link_bad_frames_total": links.bad_frames,
+        "quarantined_pages": sum(len(one.pages) for one in ledger.live.values() if one.fenced),
+    }
+    for phase in ledger.table.polls:
+        gauges[f"queue_requests{{queue={phase.value}}}"] = 0
+    for poll in KVPoll:
+        gauges[f"poll_state_requests{{state={poll.name}}}"] = 0
+    for one in ledger.live.values():
+        gauges[f"queue_requests{{queue={one.phase.value}}}"] += 1
+        gauges[f"poll_state_requests{{state={one.conclude_state.name}}}"] += 1
+    if ledger.rows is not None:
+        gauges["rows"] = ledger.rows.total
+        gauges["rows_free"] = ledger.rows.free
+    if isinstance(core, PrefillCore):
+        gauges["orphan_hellos"] = len(core.orphans)
+    else:
+        gauges["farewells"] = len(core.farewells)
+        gauges["running_requests"] = len(core.batch.running)
+    for reason, count in ledger.rejections.items():
+        gauges[f"admission_rejections_total{{reason={reason.name.lower()}}}"] = count
+    return gauges

@@ -1,0 +1,251 @@
+"""The life of one scheduler rank process: settings in on stdin, engine up, driver turning, and out with its app.
+
+The first line on stdin is the settings; the pipe then stays open, and its end means that the app is gone: the rank exits
+at once, because nobody is left to answer.
+"""
+
+import gc
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TextIO
+
+import structlog
+import zmq
+
+from baton_core.agreement import GateArgs, SoloGroup
+from baton_core.decode.core import DecodeCore
+from baton_core.errors import EngineError
+from baton_core.kv_layout import Layout, fingerprint
+from baton_core.limits import Limits
+from baton_core.prefill.core import PrefillCore
+from baton_core.request import Incarnation
+from baton_engine.compute import Compute
+from baton_engine.driver import Driver, Poker, Side, now_ms
+from baton_engine.gauges import Gauges
+from baton_engine.loading import Engine, load_engine
+from baton_io.ipc import TO_APP, LoadProgress, RankFailed, RankReady
+from baton_io.links import Links
+
+log = structlog.get_logger(__name__)
+
+PROTOCOL_VERSION = 1
+"""Of messages, page orders, metadata rows and the KV stream; part of the fingerprint."""
+
+EXIT_ORPHANED = 3
+EXIT_FAILED = 1
+PROGRESS_PERIOD_S = 0.2
+CLOSE_TIMEOUT_S = 5.0
+SWITCH_INTERVAL_S = 0.001
+"""How soon the loop gets the interpreter back from the compute thread (CPython's default is 5 ms)."""
+
+
+class RankSettings(Protocol):
+    """What a rank must be told; `baton_worker.config.RankConfig` is one."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def incarnation(self) -> str: ...
+    @property
+    def ipc_address(self) -> str: ...
+    @property
+    def model_path(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def transfer(self) -> str: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def advertise_host(self) -> str: ...
+    @property
+    def page_tokens(self) -> int: ...
+    @property
+    def kv_tokens(self) -> int: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def cores(self) -> tuple[int, ...]: ...
+    @property
+    def limits(self) -> Limits: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What one side contributes to a rank."""
+
+    core: PrefillCore | DecodeCore
+    side: Side
+    control_port: int  # where the rank listens for control links, or 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Materials:
+    """What a side is built from."""
+
+    settings: RankSettings
+    engine: Engine
+    links: Links
+    poker: Poker
+    layout: Layout
+    fingerprint: str
+    incarnation: Incarnation
+    backend: str
+
+
+Build = Callable[[Materials], Parts]
+
+
+def read_settings_line(stdin: TextIO) -> str:
+    """The settings, as JSON; from now on the end of stdin ends this process."""
+    line = stdin.readline()
+    threading.Thread(target=_exit_with_app, args=(stdin,), name="app-watch", daemon=True).start()
+    return line
+
+
+def run_rank(settings: RankSettings, build: Build) -> int:
+    """Load, serve until the app says stop, and clean up. Returns the exit status; the app is told why on failure."""
+    _settle(settings)
+    context = zmq.Context(io_threads=1)
+    app: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+    app.setsockopt(zmq.LINGER, 1_000)
+    app.connect(settings.ipc_address)
+    try:
+        _serve(settings, build, app)
+    except EngineError as error:
+        log.error("rank.failed", error=error.verdict.text)
+        app.send(TO_APP.encode(RankFailed(rank=settings.rank, text=error.verdict.text)))
+        return EXIT_FAILED
+    except Exception as error:
+        # Whatever it is, this unit cannot go on: say so, and let the app end it as a whole.
+        log.exception("rank.failed")
+        app.send(TO_APP.encode(RankFailed(rank=settings.rank, text=f"{type(error).__name__}: {error}")))
+        return EXIT_FAILED
+    finally:
+        app.close()
+        context.term()
+    return 0
+
+
+def _serve(settings: RankSettings, build: Build, app: "zmq.Socket[bytes]") -> None:
+    began = time.monotonic()
+    backend = _backend(settings.transfer)
+    engine = load_engine(
+        model_path=settings.model_path,
+        dtype=settings.dtype,
+        device=settings.device,
+        kv_tokens=settings.kv_tokens,
+        page_tokens=settings.page_tokens,
+        metadata_rows=settings.limits.metadata_rows,
+        threads=settings.threads or max(1, len(settings.cores)),
+        progress=_Progress(settings.rank, app),
+    )
+    # What was loaded stays: the collector need not look at it again and again.
+    gc.collect()
+    gc.freeze()
+    links = Links(settings.incarnation, settings.limits)
+    poker = Poker()
+    text = fingerprint({**engine.fingerprint_fields, "protocol": PROTOCOL_VERSION, "transfer": backend})
+    materials = Materials(
+        settings=settings,
+        engine=engine,
+        links=links,
+        poker=poker,
+        layout=_layout(engine),
+        fingerprint=text,
+        incarnation=settings.incarnation,
+        backend=backend,
+    )
+    parts = build(materials)
+    compute = Compute(engine.runner, poker, now_ms)
+    driver = Driver(
+        core=parts.core,
+        side=parts.side,
+        links=links,
+        app=app,
+        compute=compute,
+        poker=poker,
+        group=SoloGroup(),
+        gate=GateArgs(backend=backend),
+        limits=settings.limits,
+        gauges=Gauges(settings.rank),
+    )
+    app.send(TO_APP.encode(_ready(settings, engine, parts, text, time.monotonic() - began)))
+    log.info("rank.ready", pages=engine.pool.pages, load_seconds=round(time.monotonic() - began, 2))
+    try:
+        driver.run()
+    finally:
+        parts.side.attempts.close()
+        links.close()
+        compute.close(CLOSE_TIMEOUT_S)
+        engine.close()
+
+
+def _settle(settings: RankSettings) -> None:
+    if settings.cores:
+        os.sched_setaffinity(0, settings.cores)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+
+def _backend(transfer: str) -> str:
+    if transfer == "auto":
+        return "tcp"
+    if transfer in ("tcp", "fake"):
+        return transfer
+    raise EngineError(f"transfer backend {transfer!r} is not available here: use --transfer tcp (or auto)")
+
+
+def _layout(engine: Engine) -> Layout:
+    shape = engine.pool.shape
+    return Layout(
+        page_tokens=shape.page_tokens,
+        first_layer=0,
+        end_layer=shape.layers,
+        first_head=0,
+        end_head=shape.kv_heads,
+        head_dim=shape.head_dim,
+        element_bytes=shape.dtype.itemsize,
+    )
+
+
+def _ready(settings: RankSettings, engine: Engine, parts: Parts, text: str, load_seconds: float) -> RankReady:
+    return RankReady(
+        rank=settings.rank,
+        pid=os.getpid(),
+        rank_host=settings.advertise_host,
+        rank_port=parts.control_port,
+        fingerprint=text,
+        kv_pages=engine.pool.pages,
+        page_tokens=engine.pool.shape.page_tokens,
+        kv_bytes=engine.pool.pages * engine.pool.page_bytes,
+        context_tokens=engine.context_tokens,
+        kv_dtype=settings.dtype,
+        load_seconds=load_seconds,
+    )
+
+
+class _Progress:
+    """Tells the app how far loading is, a few times a second."""
+
+    def __init__(self, rank: int, app: "zmq.Socket[bytes]") -> None:
+        self._rank = rank
+        self._app = app
+        self._said_at = 0.0
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._said_at >= PROGRESS_PERIOD_S or done == total:
+            self._said_at = now
+            self._app.send(TO_APP.encode(LoadProgress(rank=self._rank, what=what, done=done, total=total)))
+
+
+def _exit_with_app(stdin: TextIO) -> None:
+    # Nothing more is ever written; the read returns when the app's end of the pipe closes, however it died.
+    stdin.read()
+    os._exit(EXIT_ORPHANED)

@@ -1,0 +1,88 @@
+"""The byte stream of the `tcp` backend.
+
+    prefill rank                                                        decode rank
+    GREETING magic, version, incarnation  ---------------------------->
+    PAGES    room, attempt, pieces (ordinal, offset, bytes) + payload -->  checked, then received straight into the pool
+    ROW      room, attempt + row                                      -->  written, room word last
+             <-----------------------------  ACK room, attempt, pages landed, done
+             <-----------------------------  REFUSED room, attempt (the payload was thrown away)
+
+All integers are little-endian. A frame that does not check out ends the connection, and nothing else.
+"""
+
+import socket
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+MAGIC = b"BTKV"
+VERSION = 1
+GREETING = struct.Struct("<4sHH")  # magic, version, length of the incarnation that follows
+FRAME = struct.Struct("<BxHIQQ")  # kind, pieces, attempt, room, payload bytes
+PIECE = struct.Struct("<III")  # page ordinal, offset in the page, bytes
+ANSWER = struct.Struct("<BxxxIQI")  # kind, attempt, room, pages landed
+
+PIECES_MAX = 512  # below IOV_MAX (1,024), with room for the header
+FRAME_BYTES_MAX = 4 * 1024 * 1024  # so that a revoked transfer stops within a few milliseconds
+INCARNATION_BYTES_MAX = 256
+
+
+class FrameKind(IntEnum):
+    """Prefill to decode."""
+
+    PAGES = 1
+    ROW = 2
+
+
+class AnswerKind(IntEnum):
+    """Decode to prefill."""
+
+    ACK = 1
+    DONE = 2
+    REFUSED = 3
+
+
+class WireError(ConnectionError):
+    """The stream is not what it should be; the connection ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`nbytes` of page number `ordinal` (in prompt order), from `offset` on."""
+
+    ordinal: int
+    offset: int
+    nbytes: int
+
+
+def receive_exactly(stream: socket.socket, nbytes: int) -> bytes:
+    """`nbytes` from the stream. Raises WireError at end of stream."""
+    buffer = bytearray(nbytes)
+    receive_into(stream, [memoryview(buffer)])
+    return bytes(buffer)
+
+
+def receive_into(stream: socket.socket, targets: Sequence[memoryview]) -> None:
+    """Fill the buffers in order, straight from the socket (which releases the interpreter lock)."""
+    left = [view for view in targets if len(view)]
+    while left:
+        got = stream.recvmsg_into(left)[0]
+        if got == 0:
+            raise WireError("the peer closed the connection")
+        left = _advance(left, got)
+
+
+def send_all(stream: socket.socket, sources: Sequence[memoryview | bytes]) -> None:
+    """Send the buffers in order without joining them."""
+    left = [memoryview(view) for view in sources if len(view)]
+    while left:
+        left = _advance(left, stream.sendmsg(left))
+
+
+def _advance(views: list[memoryview], nbytes: int) -> list[memoryview]:
+    for index, view in enumerate(views):
+        if nbytes < len(view):
+            return [view[nbytes:], *views[index + 1 :]]
+        nbytes -= len(view)
+    return []
