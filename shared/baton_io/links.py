@@ -106,7 +106,8 @@ class Links:
         """Everything that has come in."""
         news: list[News] = []
         for socket in self.sockets:
-            while (parts := self._next(socket)) is not None:
+            # What a peer says may end the conversation, and with it the socket.
+            while not socket.closed and (parts := self._next(socket)) is not None:
                 news += self._take(parts, now)
         return news
 
