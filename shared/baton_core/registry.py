@@ -128,6 +128,7 @@ class RegistryTable:
 
     def __init__(self, incarnation: Incarnation, limits: RegistryLimits | None = None) -> None:
         self.incarnation = incarnation
+        self.version = 0  # grows whenever an answer about a worker may differ from the one before
         self._limits = limits or RegistryLimits()
         self._instances: dict[str, Instance] = {}
         self._by_address: dict[tuple[str, int], str] = {}
@@ -291,13 +292,16 @@ class RegistryTable:
         return self._accept(instance, rank, now)
 
     def _accept(self, instance: Instance, rank: RankRegistration, now: Millis) -> Accepted | Refused:
-        new = rank.key not in instance.endpoints
+        known = instance.endpoints.get(rank.key)
+        new = known is None
         if new and self._ranks_total >= self._limits.ranks_max:
             return Refused(status=503, text=f"this registry already holds {self._limits.ranks_max} ranks (ranks_max)")
         self._instances[instance.name] = instance
         if instance.http_port is not None:
             self._by_address[(instance.http_host, instance.http_port)] = instance.name
-        instance.put(rank.key, rank.endpoint)
+        if known != rank.endpoint:
+            instance.put(rank.key, rank.endpoint)
+            self.version += 1
         self._ranks_total += new
         self._start_lease(instance, rank.lease_ms, now)
         return Accepted(instance=instance)
@@ -311,6 +315,7 @@ class RegistryTable:
 
     def _remove(self, instance: Instance) -> None:
         del self._instances[instance.name]
+        self.version += 1
         self._ranks_total -= len(instance.endpoints)
         if instance.http_port is not None:
             del self._by_address[(instance.http_host, instance.http_port)]

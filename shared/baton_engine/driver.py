@@ -16,6 +16,7 @@ from typing import Protocol, assert_never
 
 import structlog
 import zmq
+
 from baton_core.agreement import (
     GateArgs,
     Group,
@@ -36,13 +37,12 @@ from baton_core.messages import PageOrder
 from baton_core.plan import StepPlan
 from baton_core.prefill.core import PrefillCore
 from baton_core.request import Incarnation
-from baton_io.codec import FrameError
-from baton_io.ipc import TO_APP, TO_RANK, Emits, LookUps, PeersLost, Ping, Stop
-from baton_io.links import Links, Lost, News
-
 from baton_engine.compute import Compute
 from baton_engine.gauges import Gauges
 from baton_engine.transfer.protocol import Attempts
+from baton_io.codec import FrameError
+from baton_io.ipc import TO_APP, TO_RANK, Emits, LookUps, PeersLost, Ping, Stop
+from baton_io.links import Links, Lost, News
 
 log = structlog.get_logger(__name__)
 
@@ -65,18 +65,18 @@ class Poker:
     def __call__(self) -> None:
         """Wake the loop."""
         with self._lock:
-            if self._since is not None:
-                return
-            self._since = now_ms()
-        os.eventfd_write(self.file_descriptor, 1)
+            if self._since is None:
+                self._since = now_ms()
+                # Inside the lock: whoever drains sees the note and the event together, or neither.
+                os.eventfd_write(self.file_descriptor, 1)
 
     def drain(self) -> Millis | None:
         """Forget the pokes; since when the first of them stood."""
         with self._lock:
             since, self._since = self._since, None
-        if since is not None:
-            os.eventfd_read(self.file_descriptor)
-        return since
+            if since is not None:
+                os.eventfd_read(self.file_descriptor)
+            return since
 
 
 class Side(Protocol):

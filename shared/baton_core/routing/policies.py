@@ -36,8 +36,8 @@ class RandomPolicy:
 class RoundRobinPolicy:
     """The candidate that was not chosen for longest.
 
-    A counter modulo the number of candidates would favour some workers as soon as the candidates differ from request
-    to request (fingerprints, retries, workers that come and go); remembering turns does not.
+    A counter modulo the number of candidates may give one worker several turns in a row, or none, as soon as the
+    candidates differ from request to request (fingerprints, retries, workers that come and go).
     """
 
     def __init__(self) -> None:

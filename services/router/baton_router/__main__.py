@@ -1,0 +1,49 @@
+"""`baton-router`: read the configuration, build the router, serve until told to stop."""
+
+import os
+import random
+import signal
+import sys
+
+import structlog
+import uvicorn
+
+from baton_io.config import describe, load
+from baton_io.logs import configure_logs
+from baton_router.app import build
+from baton_router.config import RouterConfig
+
+IDLE_CLIENT_S = 75
+"""An idle client connection is kept longer than most clients keep it, so that they, not we, close it first."""
+
+
+def main() -> None:
+    """SIGTERM or Ctrl-C: accept nothing more, let streams finish within `drain_ms`, then exit."""
+    config = load(
+        RouterConfig,
+        "router",
+        sys.argv[1:],
+        os.environ,
+        program="baton-router",
+        description="One address for clients: sends each request to a prefill and a decode worker at once.",
+    )
+    configure_logs("router", log_format=config.log_format, level=config.log_level)
+    structlog.get_logger().info("router.started", config=describe(config))
+    # uvicorn drains, then raises the signal again: a router that was told to stop and did has not failed.
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(0))
+    uvicorn.run(
+        build(config, random.SystemRandom().getrandbits),
+        host=config.host,
+        port=config.port,
+        http="httptools",
+        loop="uvloop",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        timeout_keep_alive=IDLE_CLIENT_S,
+        timeout_graceful_shutdown=max(1, config.limits.drain_ms // 1000),
+    )
+
+
+if __name__ == "__main__":
+    main()

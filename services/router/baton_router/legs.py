@@ -1,0 +1,205 @@
+"""The two legs of one attempt: opened at once, ended together, unless prefill only has its own end left to say.
+
+Which failure the client sees: a wrong request (4xx) at once, whichever leg says it first. Any other failure that a
+worker put into words may be the echo of the other leg's, so the other leg gets a moment to name the cause.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from baton_core.errors import Reason, Verdict
+from baton_core.limits import Millis
+from baton_core.routing.pair import Pair
+from baton_core.routing.workers import Worker
+from baton_router.directory import Directory
+from baton_router.failures import (
+    BUSY_STATUS,
+    JSON_TYPE,
+    RETRYABLE,
+    Failure,
+    FailureKind,
+    envelope,
+    leg_failure,
+    prefer,
+)
+from baton_router.upstream import Answer, Upstream, UpstreamError, UpstreamLost, UpstreamRefused, read_all
+
+CAUSE_GRACE_MS: Millis = 50
+ERROR_BODY_MS: Millis = 1_000
+ERROR_BODY_BYTES_MAX = 1 << 20
+DROPPED_BYTES_MAX = 64 << 20
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What both legs send."""
+
+    path: str
+    body: bytes
+    headers: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstBytes:
+    """Decode's answer has begun: its head, and the first bytes of its body (empty: there are none)."""
+
+    answer: Answer
+    chunk: bytes
+
+
+class Leg(Generic[T]):
+    """One upstream call, opened when built, counted as in flight on its worker until it is ended."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        call: Call,
+        consume: Callable[[Answer], Awaitable[T]],
+        *,
+        upstream: Upstream,
+        directory: Directory,
+    ) -> None:
+        self.worker = worker
+        self._upstream = upstream
+        self._directory = directory
+        self._answer: Answer | None = None
+        self._ended = False
+        directory.began(worker)
+        self.task = asyncio.create_task(self._run(call, consume))
+
+    async def _run(self, call: Call, consume: Callable[[Answer], Awaitable[T]]) -> T | Failure:
+        worker = self.worker
+        try:
+            self._answer = await self._upstream.post(worker.url + call.path, call.body, call.headers)
+            if 200 <= self._answer.status < 300:
+                return await consume(self._answer)
+            return await _told(worker, self._answer)
+        except UpstreamRefused as error:
+            return leg_failure(FailureKind.REFUSED, _blame(worker, error), worker.url)
+        except UpstreamLost as error:
+            return leg_failure(FailureKind.LOST, _blame(worker, error), worker.url)
+
+    def end(self) -> None:
+        """Close the call unless its answer was read to the end. Harmless when repeated."""
+        if self._ended:
+            return
+        self._ended = True
+        self.task.cancel()
+        if self._answer is not None:
+            self._answer.cancel()
+        self._directory.ended(self.worker)
+
+    def end_when_done(self) -> None:
+        """End by itself as soon as there is nothing more to read."""
+        self.task.add_done_callback(lambda _task: self.end())
+
+    def end_at(self, deadline_s: float) -> None:
+        """End at `deadline_s` of the loop's clock at the latest."""
+        # The timer also holds the only lasting reference to this leg: a loop keeps its tasks weakly.
+        timer = asyncio.get_running_loop().call_at(deadline_s, self.end)
+        self.task.add_done_callback(lambda _task: timer.cancel())
+
+
+class Attempt:
+    """Both legs of one room. `end` or `leave` must follow."""
+
+    def __init__(self, pair: Pair, call: Call, *, upstream: Upstream, directory: Directory) -> None:
+        self.pair = pair
+        self._prefill = (
+            None if pair.prefill is None else Leg(pair.prefill, call, _drop, upstream=upstream, directory=directory)
+        )
+        if self._prefill is not None:
+            self._prefill.end_when_done()
+        self._decode = Leg(pair.decode, call, _first_bytes, upstream=upstream, directory=directory)
+
+    async def outcome(self) -> FirstBytes | Failure:
+        """Decode's first bytes, or the failure that the client should see."""
+        pending: list[asyncio.Task[FirstBytes | Failure] | asyncio.Task[Failure | None]] = [self._decode.task]
+        if self._prefill is not None:
+            pending.append(self._prefill.task)
+        failure: Failure | None = None
+        while pending:
+            grace_s = None if failure is None else CAUSE_GRACE_MS / 1000
+            await asyncio.wait(pending, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+            finished = [task for task in pending if task.done()]
+            pending = [task for task in pending if not task.done()]
+            for task in finished:
+                result = task.result()
+                if isinstance(result, FirstBytes):
+                    return result
+                if isinstance(result, Failure):
+                    failure = result if failure is None else prefer(failure, result)
+            if failure is not None and (not finished or _stands(failure)):
+                break
+        assert failure is not None, "decode ended with neither an answer nor a failure"
+        return failure
+
+    def end(self) -> None:
+        """Close both legs. Harmless when repeated."""
+        self._decode.end()
+        if self._prefill is not None:
+            self._prefill.end()
+
+    async def ended(self) -> None:
+        """After `end`: wait until both connections are closed, so that a retry never overlaps what it replaces."""
+        legs = [leg.task for leg in (self._decode, self._prefill) if leg is not None]
+        await asyncio.wait(legs)
+
+    def leave(self, deadline_s: float) -> None:
+        """Decode's answer was complete, so prefill's work is done: let it say so and keep its connection."""
+        self._decode.end()
+        if self._prefill is not None:
+            self._prefill.end_at(deadline_s)
+            self._prefill = None
+
+
+async def _first_bytes(answer: Answer) -> FirstBytes:
+    return FirstBytes(answer=answer, chunk=await answer.read())
+
+
+async def _drop(answer: Answer) -> None:
+    """Read prefill's body to its end, for nobody: only that it ends well matters."""
+    size = 0
+    while chunk := await answer.read():
+        size += len(chunk)
+        if size > DROPPED_BYTES_MAX:
+            answer.cancel()
+            return
+
+
+async def _told(worker: Worker, answer: Answer) -> Failure:
+    """What a worker says that did not take the request, in its own words, as far as they come."""
+    kind = FailureKind.BUSY if answer.status == BUSY_STATUS else FailureKind.ANSWERED
+    text = f"{worker.role.value} worker {worker.url} answered {answer.status}"
+    content_type = answer.headers.get("content-type", "application/octet-stream").encode("latin-1")
+    try:
+        async with asyncio.timeout(ERROR_BODY_MS / 1000):
+            body = await read_all(answer, ERROR_BODY_BYTES_MAX)
+    except (UpstreamLost, TimeoutError):
+        body = b""
+    if not body:
+        reason = Reason.INVALID_REQUEST if answer.status < 500 else Reason.PEER_LOST
+        body, content_type = envelope(Verdict(reason=reason, text=text), answer.status), JSON_TYPE
+    retry_after = answer.headers.get("retry-after")
+    return Failure(
+        kind=kind,
+        status=answer.status,
+        body=body,
+        content_type=content_type,
+        retry_after=None if retry_after is None else retry_after.encode("latin-1"),
+        url=worker.url,
+        text=text,
+    )
+
+
+def _stands(failure: Failure) -> bool:
+    """Whether no other leg's failure could explain this one better."""
+    return failure.is_root_cause or failure.kind in RETRYABLE
+
+
+def _blame(worker: Worker, error: UpstreamError) -> str:
+    return f"{worker.role.value} worker {worker.url}: {error.text}"

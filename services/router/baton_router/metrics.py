@@ -1,0 +1,92 @@
+"""The router's metrics. Every label is a bounded set; every closed set is present from the first scrape, at zero."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+
+from baton_core.routing.workers import Role, Worker, WorkerState
+from baton_router.failures import RETRYABLE, FailureKind, Rejection
+
+STATUSES = frozenset({200, 400, 401, 403, 404, 409, 413, 415, 422, 429, 499, 500, 502, 503, 504})
+"""Statuses with a series of their own; what else a worker may answer counts as `other`."""
+
+TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class RouterMetrics:
+    """One router's metrics, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        ProcessCollector(namespace="baton_router", registry=registry)
+        self._requests = Counter(
+            "baton_router_requests",
+            "Requests that ended, by the status the client saw",
+            ("route", "status"),
+            registry=registry,
+        )
+        self._retries = Counter("baton_router_retries", "Further pairs tried, by why", ("reason",), registry=registry)
+        self._rejections = Counter(
+            "baton_router_admission_rejections", "Requests refused by the router itself", ("reason",), registry=registry
+        )
+        self._broken_streams = Counter(
+            "baton_router_broken_streams", "Answers that had begun and ended with an error", registry=registry
+        )
+        self._ttft = Histogram(
+            "baton_router_ttft_seconds",
+            "From the request's head to the first body byte of a streaming answer",
+            buckets=TTFT_BUCKETS,
+            registry=registry,
+        )
+        self._seconds = Histogram(
+            "baton_router_request_seconds",
+            "From the request's head to the end of its answer",
+            buckets=TTFT_BUCKETS,
+            registry=registry,
+        )
+        self._workers = Gauge("baton_router_workers", "Workers known", ("role", "state"), registry=registry)
+        self.inflight = Gauge("baton_router_inflight_requests", "Requests under way", registry=registry)
+        self._children: dict[tuple[str, int], Counter] = {}
+        self._show_closed_sets()
+
+    def _show_closed_sets(self) -> None:
+        for kind in FailureKind:
+            if kind in RETRYABLE:
+                self._retries.labels(kind.value)
+        for rejection in Rejection:
+            self._rejections.labels(rejection.value)
+        self.count_workers(())
+
+    def finished(self, route: str, status: int, took_s: float) -> None:
+        """A request ended; `status` is what the client saw."""
+        child = self._children.get((route, status))
+        if child is None:
+            word = str(status) if status in STATUSES else "other"
+            child = self._children[route, status] = self._requests.labels(route, word)
+        child.inc()
+        self._seconds.observe(took_s)
+
+    def first_byte(self, ttft_s: float) -> None:
+        """A streaming answer began."""
+        self._ttft.observe(ttft_s)
+
+    def broke(self) -> None:
+        """An answer that had begun ended with an error."""
+        self._broken_streams.inc()
+
+    def retried(self, kind: FailureKind) -> None:
+        """Another pair is tried."""
+        self._retries.labels(kind.value).inc()
+
+    def rejected(self, rejection: Rejection) -> None:
+        """The router itself refused a request."""
+        self._rejections.labels(rejection.value).inc()
+
+    def count_workers(self, workers: tuple[Worker, ...]) -> None:
+        """Show how many workers of each role are in each state."""
+        for role in Role:
+            for state in WorkerState:
+                held = sum(1 for worker in workers if worker.role is role and worker.state is state)
+                self._workers.labels(role.value, state.value).set(held)
+
+    def export(self) -> bytes:
+        """The text a scrape gets."""
+        return generate_latest(self._registry)
