@@ -1,0 +1,130 @@
+"""The prefix cache: pages of finished prompts in a radix tree, so that a prompt that begins alike need not compute them.
+
+        root
+         └─ page 4  "You are a helpful assistant. Answer"
+              ├─ page 9   " in French." …
+              └─ page 2   " briefly: what is" …
+
+A node is one full page, keyed by its tokens below its parent. A node in use (`locks`) is never evicted; of the rest the
+leaf that was used longest ago goes first, ties by age. Everything depends on agreed facts only, so every rank keeps the
+same tree. (RadixAttention, Zheng et al. 2023, at the granularity of pages.)
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton_core.limits import Millis
+from baton_core.pages import PagePool
+from baton_core.request import PageId
+
+PageTokens = tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One cached page. `ordinal` counts nodes in order of birth and breaks ties."""
+
+    key: PageTokens
+    page: PageId
+    parent: "Node | None"
+    ordinal: int
+    used_at: Millis
+    locks: int = 0
+    children: dict[PageTokens, "Node"] = field(default_factory=dict)
+
+
+class PrefixCache:
+    """Owns the pages in its tree. Mutated by every method but `match`."""
+
+    def __init__(self, pool: PagePool, page_tokens: int) -> None:
+        self._pool = pool
+        self._page_tokens = page_tokens
+        self._roots: dict[PageTokens, Node] = {}
+        self._born = 0
+        self.pages = 0
+        self.hit_tokens = 0
+        self.asked_tokens = 0
+
+    def match(self, prompt: Sequence[int]) -> list[Node]:
+        """The cached pages that `prompt` begins with, short of the whole: its last token must be computed."""
+        nodes: list[Node] = []
+        level = self._roots
+        for key in self._keys(prompt, (len(prompt) - 1) // self._page_tokens):
+            node = level.get(key)
+            if node is None:
+                break
+            nodes.append(node)
+            level = node.children
+        return nodes
+
+    def lock(self, nodes: Sequence[Node], prompt_tokens: int, now: Millis) -> None:
+        """Somebody reads these pages: keep them."""
+        for node in nodes:
+            node.locks += 1
+            node.used_at = now
+        self.hit_tokens += len(nodes) * self._page_tokens
+        self.asked_tokens += prompt_tokens
+
+    def unlock(self, nodes: Sequence[Node]) -> None:
+        """The reader is done. Asserts that it had locked them."""
+        for node in nodes:
+            assert node.locks > 0, f"page {node.page} was not locked"
+            node.locks -= 1
+
+    def insert(self, tokens: Sequence[int], pages: Sequence[PageId], now: Millis) -> list[PageId]:
+        """Take over the full pages of a computed prompt; returns the pages that it does not keep.
+
+        `pages[i]` holds `tokens[i * page_tokens : …]`. A page whose tokens are cached already (by this very page or by
+        another) is not kept twice.
+        """
+        kept = len(tokens) // self._page_tokens
+        left: list[PageId] = list(pages[kept:])
+        level, parent = self._roots, None
+        for key, page in zip(self._keys(tokens, kept), pages, strict=False):
+            node = level.get(key)
+            if node is None:
+                self._born += 1
+                node = level[key] = Node(key, page, parent, self._born, now)
+                self.pages += 1
+            elif node.page != page:
+                left.append(page)
+            node.used_at = now
+            level, parent = node.children, node
+        return left
+
+    def evict(self, pages: int) -> int:
+        """Return up to `pages` unlocked pages to the pool, leaves first, least recently used first; how many it was."""
+        heap = [(node.used_at, node.ordinal, node) for node in self._leaves() if not node.locks]
+        heapq.heapify(heap)
+        evicted = 0
+        while heap and evicted < pages:
+            _, _, node = heapq.heappop(heap)
+            siblings = self._roots if node.parent is None else node.parent.children
+            del siblings[node.key]
+            self._pool.release((node.page,))
+            self.pages -= 1
+            evicted += 1
+            parent = node.parent
+            if parent is not None and not parent.children and not parent.locks:
+                heapq.heappush(heap, (parent.used_at, parent.ordinal, parent))
+        return evicted
+
+    def flush(self) -> int:
+        """Return every unlocked page to the pool; how many it was."""
+        return self.evict(self.pages)
+
+    def _keys(self, tokens: Sequence[int], count: int) -> list[PageTokens]:
+        size = self._page_tokens
+        return [tuple(tokens[index * size : (index + 1) * size]) for index in range(count)]
+
+    def _leaves(self) -> list[Node]:
+        leaves: list[Node] = []
+        stack = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            if node.children:
+                stack += node.children.values()
+            else:
+                leaves.append(node)
+        return leaves

@@ -1,0 +1,84 @@
+"""The prefix cache: what is shared, what is kept, what goes first."""
+
+import random
+
+from baton_core.pages import PagePool
+from baton_core.prefix import PrefixCache
+
+SIZE = 4
+
+
+def made(total: int = 32) -> tuple[PagePool, PrefixCache]:
+    pool = PagePool(total)
+    return pool, PrefixCache(pool, SIZE)
+
+
+def cached(pool: PagePool, cache: PrefixCache, tokens: list[int], now: int = 0) -> tuple[int, ...]:
+    """A prompt that was computed and finished; returns its pages."""
+    pages = pool.allocate(-(-len(tokens) // SIZE))
+    assert pages is not None
+    pool.release(cache.insert(tokens, pages, now))
+    return pages
+
+
+def test_a_prompt_that_begins_alike_finds_the_full_pages_in_common() -> None:
+    pool, cache = made()
+    pages = cached(pool, cache, list(range(10)))
+    found = cache.match([*range(8), 99, 98, 97])
+    assert [node.page for node in found] == list(pages[:2])
+    assert cache.pages == 2, "the half page is not kept"
+
+
+def test_the_last_token_is_always_left_to_compute() -> None:
+    pool, cache = made()
+    cached(pool, cache, list(range(8)))
+    assert len(cache.match(list(range(8)))) == 1
+    assert len(cache.match(list(range(9)))) == 2
+
+
+def test_what_is_cached_already_is_not_kept_twice() -> None:
+    pool, cache = made()
+    cached(pool, cache, list(range(8)))
+    cached(pool, cache, list(range(8)))
+    assert cache.pages == 2
+    assert pool.free + cache.pages == pool.total
+
+
+def test_inserting_the_very_pages_that_were_matched_gives_none_of_them_back() -> None:
+    pool, cache = made()
+    first = cached(pool, cache, list(range(8)))
+    more = pool.allocate(1)
+    assert more is not None
+    assert cache.insert(list(range(12)), [*first, *more], 1) == []
+    assert cache.pages == 3
+
+
+def test_the_leaf_used_longest_ago_is_evicted_first_and_a_locked_page_never() -> None:
+    pool, cache = made()
+    cached(pool, cache, [1] * 8, now=1)
+    cached(pool, cache, [2] * 8, now=2)
+    locked = cache.match([1] * 9)
+    cache.lock(locked, 9, now=3)
+    assert cache.evict(1) == 1
+    assert len(cache.match([2] * 9)) == 1, "its leaf went, its first page stayed"
+    assert cache.flush() == 1
+    assert cache.pages == 2
+    cache.unlock(locked)
+    assert cache.flush() == 2
+    assert pool.free == pool.total
+
+
+def test_two_ranks_that_see_the_same_keep_the_same_tree() -> None:
+    def life(seed: int) -> tuple[int, list[int]]:
+        draw = random.Random(seed)
+        pool, cache = made(12)
+        for now in range(200):
+            tokens = [draw.randrange(2) for _ in range(draw.randrange(1, 20))]
+            need = -(-len(tokens) // SIZE)
+            if pool.free < need:
+                cache.evict(need - pool.free)
+            cached(pool, cache, tokens, now)
+            assert pool.free + cache.pages == pool.total
+        return cache.pages, [pool.free]
+
+    assert life(5) == life(5)
