@@ -64,7 +64,7 @@ class Gauges:
             rank=self._rank,
             progress=self._turns,
             gauges=_gauges(core, links),
-            counters=dict(self._counters),
+            counters={**self._counters, **_counters(core, links)},
             samples=samples,
         )
 
@@ -84,7 +84,6 @@ def _gauges(core: PrefillCore | DecodeCore, links: Links) -> dict[str, float]:
         "live_requests": len(ledger.live),
         "tombstones": ledger.rooms.tombstones,
         "links": len(links.peers),
-        "link_bad_frames_total": links.bad_frames,
         "quarantined_pages": sum(len(one.pages) for one in ledger.live.values() if one.fenced),
     }
     for phase in ledger.table.polls:
@@ -102,6 +101,14 @@ def _gauges(core: PrefillCore | DecodeCore, links: Links) -> dict[str, float]:
     else:
         gauges["farewells"] = len(core.farewells)
         gauges["running_requests"] = len(core.batch.running)
-    for reason, count in ledger.rejections.items():
-        gauges[f"admission_rejections_total{{reason={reason.name.lower()}}}"] = count
     return gauges
+
+
+def _counters(core: PrefillCore | DecodeCore, links: Links) -> dict[str, float]:
+    counters: dict[str, float] = {
+        "link_bad_frames_total": links.bad_frames,
+        "link_dropped_frames_total": links.dropped_frames,
+    }
+    for reason, count in core.ledger.rejections.items():
+        counters[f"admission_rejections_total{{reason={reason.name.lower()}}}"] = count
+    return counters

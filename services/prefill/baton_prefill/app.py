@@ -1,0 +1,126 @@
+"""A prefill worker's app: the common one, a registry of its own beside it, and its registration at every registry."""
+
+import random
+import secrets
+from dataclasses import dataclass
+
+import aiohttp
+from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+from baton_core.effects import LookUp
+from baton_core.errors import Reason, Verdict
+from baton_core.events import LookupFailed, RankEndpoint, Resolved
+from baton_core.registration import Layout
+from baton_core.registry import RegistryTable
+from baton_core.request import Incarnation
+from baton_io.ipc import RankReady
+from baton_io.registrar import Registrar, RegistrarLimits, Registration
+from baton_io.registry_client import url_of
+from baton_io.registry_routes import RegistryFront, RegistryRoutes, health_probe, registry_router
+from baton_worker.app import create_app
+from baton_worker.config import PrefillConfig
+from baton_worker.materials import Materials
+from baton_worker.serving import Site, listen, monotonic_ms, port_of, serve
+from baton_worker.worker import Worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addresses:
+    """Ports as they were bound."""
+
+    http_port: int
+    bootstrap_port: int
+
+
+class PrefillCompanion:
+    """What a prefill app adds to the common worker."""
+
+    def __init__(
+        self, config: PrefillConfig, incarnation: Incarnation, addresses: Addresses, session: aiohttp.ClientSession
+    ) -> None:
+        self._config = config
+        self._incarnation = incarnation
+        self._addresses = addresses
+        self._session = session
+        self._registrar: Registrar | None = None
+
+    def check_host(self, _host: str, _port: int) -> Verdict | None:
+        """Prefill never calls the host that a request names."""
+        return None
+
+    def unready(self) -> list[str]:
+        """Registries that do not know this worker yet."""
+        if self._registrar is None:
+            return ["registration has not begun"]
+        if self._registrar.registered():
+            return []
+        return [f"registry {url}: {status}" for url, status in self._registrar.status().items()]
+
+    async def attend(self, ready: RankReady) -> None:
+        """Keep this worker registered; leave the registries at the end."""
+        own = url_of(self._config.local_host, self._addresses.bootstrap_port)
+        registrar = self._registrar = Registrar(
+            (own, *self._config.registry),
+            self._registration(ready),
+            self._session,
+            RegistrarLimits(),
+            monotonic_ms,
+            jitter=random.random,
+        )
+        try:
+            await registrar.run()
+        finally:
+            await registrar.deregister()
+
+    async def look_up(self, lookup: LookUp) -> Resolved | LookupFailed:
+        """Prefill looks nobody up."""
+        text = f"a prefill worker was asked to look up room {lookup.bootstrap.room}"
+        return LookupFailed(rid=lookup.rid, verdict=Verdict(reason=Reason.LOOKUP_FAILED, text=text))
+
+    def forget(self, peers: tuple[Incarnation, ...]) -> None:
+        """Nothing is kept about decode workers."""
+
+    def _registration(self, ready: RankReady) -> Registration:
+        return Registration(
+            instance=self._incarnation,
+            incarnation=self._incarnation,
+            fingerprint=ready.fingerprint,
+            layout=Layout(
+                attn_tp_size=1,
+                attn_cp_size=1,
+                dp_size=1,
+                pp_size=1,
+                page_size=ready.page_tokens,
+                kv_cache_dtype=ready.kv_dtype,
+            ),
+            ranks=((0, RankEndpoint(host=ready.rank_host, port=ready.rank_port)),),
+            http_host=self._config.reachable_host,
+            http_port=self._addresses.http_port,
+            bootstrap_host=self._config.reachable_host,
+            bootstrap_port=self._addresses.bootstrap_port,
+        )
+
+
+async def run(config: PrefillConfig, materials: Materials) -> int:
+    """Serve until the worker is over; the exit status. Raises OSError when a port cannot be had."""
+    listener, registry_listener = listen(config.host, config.port), listen(config.host, config.bootstrap_port)
+    addresses = Addresses(http_port=port_of(listener), bootstrap_port=port_of(registry_listener))
+    async with aiohttp.ClientSession() as session:
+        worker = Worker(
+            config=config,
+            materials=materials,
+            own_bootstrap=(config.reachable_host, addresses.bootstrap_port),
+            companion=PrefillCompanion(config, materials.incarnation, addresses, session),
+            clock=monotonic_ms,
+        )
+        registry = Site(_registry_app(session), registry_listener)
+        return await serve(worker, [Site(create_app(worker), listener), registry])
+
+
+def _registry_app(session: aiohttp.ClientSession) -> ASGIApp:
+    table = RegistryTable(secrets.token_hex(8))
+    routes = RegistryRoutes(table, clock=monotonic_ms, probe=health_probe(session), token=None)
+    app = FastAPI(title="Baton registry of a prefill worker", openapi_url=None, docs_url=None, redoc_url=None)
+    app.include_router(registry_router(routes))
+    return RegistryFront(routes, app)

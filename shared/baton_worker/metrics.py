@@ -1,0 +1,147 @@
+"""What `/metrics` shows: the app's own numbers and the scheduler's last snapshot, under one role prefix.
+
+A key is a metric name without that prefix, with its labels in braces: `queue_requests{queue=waiting}`. A counter that
+both the app and the scheduler count (rejections) is shown as their sum.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+
+from baton_io.ipc import Snapshot
+from baton_worker.config import Role
+
+SERIES_MAX = 4_096
+"""Distinct keys of one kind; more are dropped and counted, because labels must be bounded sets."""
+
+SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 600.0)
+OTHER_BUCKETS = tuple(float(4**power) for power in range(16))
+
+HELP = {
+    "requests_total": "Answered requests by route and HTTP status.",
+    "request_seconds": "Time from a request's arrival at this worker to its last byte.",
+    "first_token_seconds": "Time from a request's arrival at this worker to its first token.",
+    "ready": "1 while this worker takes requests.",
+    "app_live_requests": "Requests the app has handed to the scheduler and that have not ended.",
+    "admission_rejections_total": "Requests refused at the door, by reason.",
+    "bad_frames_total": "Frames on the ipc that were dropped because they were not valid.",
+    "dropped_series_total": "Metric updates dropped because there were too many series.",
+    "rank_progress_age_seconds": "Time since the scheduler was last seen to make progress.",
+}
+
+
+class Histogram:
+    """Observations of one series."""
+
+    def __init__(self, buckets: tuple[float, ...]) -> None:
+        self.buckets = buckets
+        self.counts = [0] * (len(buckets) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.buckets, value)] += 1
+        self.total += value
+
+
+class WorkerMetrics:
+    """Collects, and renders for Prometheus. `prefix` is `baton_prefill_` or `baton_decode_`."""
+
+    def __init__(self, role: Role) -> None:
+        self.snapshot: Snapshot | None = None
+        self._prefix = f"baton_{role.value}_"
+        self._counters: dict[str, float] = {}
+        self._gauges: dict[str, float] = {}
+        self._histograms: dict[str, Histogram] = {}
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def count(self, key: str, by: float = 1.0) -> None:
+        """Add to a counter; the name ends in `_total`."""
+        if self._has_place(self._counters, key):
+            self._counters[key] = self._counters.get(key, 0.0) + by
+
+    def set_count(self, key: str, value: float) -> None:
+        """Set a counter that somebody else counts."""
+        if self._has_place(self._counters, key):
+            self._counters[key] = value
+
+    def gauge(self, key: str, value: float) -> None:
+        """Set a current value."""
+        if self._has_place(self._gauges, key):
+            self._gauges[key] = value
+
+    def observe(self, key: str, value: float) -> None:
+        """Add an observation to a histogram; the name ends in its unit."""
+        if not self._has_place(self._histograms, key) or not math.isfinite(value):
+            return
+        if key not in self._histograms:
+            is_time = key.partition("{")[0].endswith("_seconds")
+            self._histograms[key] = Histogram(SECONDS_BUCKETS if is_time else OTHER_BUCKETS)
+        self._histograms[key].observe(value)
+
+    def apply(self, snapshot: Snapshot) -> None:
+        """Take over the scheduler's numbers."""
+        self.snapshot = snapshot
+        for key, values in snapshot.samples.items():
+            for value in values:
+                self.observe(key, value)
+
+    def render(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """All families, for `CollectorRegistry`."""
+        gauges, counters = dict(self._gauges), dict(self._counters)
+        reported = {} if self.snapshot is None else self.snapshot.gauges | self.snapshot.counters
+        for key, value in reported.items():
+            # The name says what it is: one family must not be shown as two kinds.
+            if key.partition("{")[0].endswith("_total"):
+                counters[key] = counters.get(key, 0.0) + value
+            else:
+                gauges[key] = value
+        yield from self._families(gauges.items(), "gauge")
+        yield from self._families(counters.items(), "counter")
+        yield from self._histogram_families()
+
+    def _families(self, series: Iterable[tuple[str, float]], kind: str) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for key, value in series:
+            name, labels = parse_key(key)
+            base = name.removesuffix("_total") if kind == "counter" else name
+            family = families.setdefault(base, self._family(name, base, kind))
+            suffix = "_total" if kind == "counter" else ""
+            family.add_sample(f"{self._prefix}{base}{suffix}", labels, value)
+        yield from families.values()
+
+    def _histogram_families(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for key, histogram in self._histograms.items():
+            name, labels = parse_key(key)
+            family = families.setdefault(name, self._family(name, name, "histogram"))
+            so_far = 0
+            for bound, count in zip((*histogram.buckets, math.inf), histogram.counts, strict=True):
+                so_far += count
+                edge = "+Inf" if bound == math.inf else repr(bound)
+                family.add_sample(f"{self._prefix}{name}_bucket", labels | {"le": edge}, so_far)
+            family.add_sample(f"{self._prefix}{name}_count", labels, so_far)
+            family.add_sample(f"{self._prefix}{name}_sum", labels, histogram.total)
+        yield from families.values()
+
+    def _family(self, name: str, base: str, kind: str) -> Metric:
+        return Metric(self._prefix + base, HELP.get(name, "Reported by the scheduler."), kind)
+
+    def _has_place(self, table: dict[str, float] | dict[str, Histogram], key: str) -> bool:
+        if key in table or len(table) < SERIES_MAX:
+            return True
+        self._counters["dropped_series_total"] = self._counters.get("dropped_series_total", 0.0) + 1
+        return False
+
+
+def parse_key(key: str) -> tuple[str, dict[str, str]]:
+    """Name and labels of a key such as `queue_requests{queue=waiting,dp_rank=0}`."""
+    name, _, braced = key.partition("{")
+    pairs = (pair.partition("=") for pair in braced.rstrip("}").split(",") if pair)
+    return name, {label: value.strip('"') for label, _, value in pairs}

@@ -1,0 +1,266 @@
+"""What operators, routers and probes ask a worker, under SGLang's names where it has them."""
+
+import asyncio
+import time
+import uuid
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from baton_core.errors import BatonError, ClientError, Overloaded, Reason, Verdict
+from baton_core.limits import Millis
+from baton_core.request import FAKE_HOST, Bootstrap, FinishType, Sampling
+from baton_worker.config import Role
+from baton_worker.generate import WEIGHT_VERSION
+from baton_worker.http import failure, json_response, read_body
+from baton_worker.intake import DP_SIZE, Prepared
+from baton_worker.worker import Worker
+
+PROBE_MS: Millis = 20_000
+"""How long `/health_generate` waits for its token, as in SGLang."""
+
+SNAPSHOT_MS: Millis = 2_000
+CONTROL_BYTES_MAX = 64 * 1024
+
+QUEUES_OF_LOAD = {
+    "num_running_reqs": ("running", "computing", "forwarding"),
+    "num_waiting_reqs": (
+        *("bootstrapping", "accepted", "queued"),
+        *("resolving", "greeting", "prealloc", "transferring", "arrived", "local"),
+    ),
+    "prefill_bootstrap_queue_reqs": ("bootstrapping", "accepted"),
+    "prefill_inflight_queue_reqs": ("inflight",),
+    "decode_prealloc_queue_reqs": ("resolving", "greeting", "prealloc"),
+    "decode_transfer_queue_reqs": ("transferring",),
+    "decode_retracted_queue_reqs": (),
+}
+"""SGLang's names in `/v1/loads`, and the scheduler's phases that they count."""
+
+
+class AbortBody(msgspec.Struct, kw_only=True):
+    """Body of `/abort_request`."""
+
+    rid: str | None = None
+    abort_all: bool | None = None
+
+
+class Ops:
+    """Handlers over one worker."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._started_at = time.time()
+
+    def routes(self) -> list[Route]:
+        """Every route of this file."""
+        table = (
+            (("/health",), self.health, ["GET"]),
+            (("/ready",), self.ready, ["GET"]),
+            (("/health_generate",), self.health_generate, ["GET"]),
+            (("/model_info", "/get_model_info"), self.model_info, ["GET"]),
+            (("/server_info", "/get_server_info"), self.server_info, ["GET"]),
+            (("/v1/models",), self.models, ["GET"]),
+            (("/v1/loads",), self.loads, ["GET"]),
+            (("/flush_cache",), self.flush_cache, ["GET", "POST"]),
+            (("/abort_request",), self.abort_request, ["POST"]),
+            (("/drain",), self.drain, ["POST"]),
+            (("/metrics",), self.metrics, ["GET"]),
+            (("/debug/snapshot",), self.debug_snapshot, ["GET"]),
+        )
+        return [Route(path, handler, methods=methods) for paths, handler, methods in table for path in paths]
+
+    async def health(self, _request: HttpRequest) -> Response:
+        """200 while the rank is loaded and makes progress."""
+        well = self._worker.supervisor.progressing
+        return PlainTextResponse("OK" if well else "the scheduler makes no progress", 200 if well else 503)
+
+    async def ready(self, _request: HttpRequest) -> Response:
+        """200 when requests are taken; otherwise the reasons, and how far loading is."""
+        reasons = self._worker.unready()
+        loading = self._worker.load_progress
+        progress = None if loading is None else {"what": loading.what, "done": loading.done, "total": loading.total}
+        body = {"ready": not reasons, "reasons": reasons, "progress": progress}
+        return json_response(body, 503 if reasons else 200)
+
+    async def health_generate(self, _request: HttpRequest) -> Response:
+        """200 when the scheduler computes a token for a request without a peer."""
+        worker = self._worker
+        prepared = Prepared(
+            prompt=(0,),
+            sampling=Sampling(temperature=0.0, max_new_tokens=1),
+            bootstrap=Bootstrap(host=FAKE_HOST, port=1, room=0),
+            stop=(),
+            skip_special=True,
+            keep_stop=False,
+        )
+        try:
+            stream = worker.submit(prepared, f"health-{uuid.uuid4().hex}", PROBE_MS)
+        except BatonError as error:
+            return failure(error.verdict, worker.limits)
+        try:
+            async with asyncio.timeout(PROBE_MS / 1000):
+                while (delivery := await stream.take()).finish is None:
+                    pass
+        except TimeoutError:
+            return failure(Overloaded(f"no token within {PROBE_MS} ms").verdict, worker.limits)
+        if delivery.finish.type is FinishType.ABORT and delivery.finish.verdict is not None:
+            return failure(delivery.finish.verdict, worker.limits, status=503)
+        return PlainTextResponse("OK")
+
+    async def model_info(self, _request: HttpRequest) -> Response:
+        """SGLang's description of the model."""
+        worker = self._worker
+        return json_response(
+            {
+                "model_path": str(worker.model.path),
+                "tokenizer_path": str(worker.model.path),
+                "served_model_name": worker.model.name,
+                "is_generation": True,
+                "preferred_sampling_params": None,
+                "weight_version": WEIGHT_VERSION,
+                "load_format": worker.model.path.suffix.removeprefix("."),
+                "reasoning_parser": None,
+                "tool_call_parser": None,
+                "disaggregation_mode": worker.role.value,
+                "has_image_understanding": False,
+                "has_audio_understanding": False,
+            }
+        )
+
+    async def server_info(self, _request: HttpRequest) -> Response:
+        """Who this worker is: role, incarnation, layout, addresses."""
+        worker, ready = self._worker, self._worker.rank_ready
+        bootstrap_host, bootstrap_port = worker.own_bootstrap
+        is_prefill = worker.role is Role.PREFILL
+        info: dict[str, Any] = {
+            "role": worker.role.value,
+            "disaggregation_mode": worker.role.value,
+            "incarnation": worker.incarnation,
+            "instance": worker.incarnation,
+            "state": worker.state.value,
+            "version": version("baton"),
+            "model": worker.model.name,
+            "model_path": str(worker.model.path),
+            "served_model_name": worker.model.name,
+            "dtype": worker.config.dtype,
+            "device": worker.config.device,
+            "transfer": worker.config.transfer,
+            "dp_size": DP_SIZE,
+            "tp_size": 1,
+            "pp_size": 1,
+            "registries": list(worker.config.registry),
+            "bootstrap_host": bootstrap_host if is_prefill else None,
+            "bootstrap_port": bootstrap_port if is_prefill else None,
+            "disaggregation_bootstrap_port": bootstrap_port,
+            "page_tokens": worker.config.page_tokens,
+            "page_size": worker.config.page_tokens,
+            "kv_tokens": worker.config.kv_tokens,
+            "startup_time": self._started_at,
+            "ranks": [{"rank": 0, "pid": worker.supervisor.pid}],
+        }
+        if ready is not None:
+            info |= {
+                "fingerprint": ready.fingerprint,
+                "kv_pages": ready.kv_pages,
+                "kv_bytes": ready.kv_bytes,
+                "kv_dtype": ready.kv_dtype,
+                "context_tokens": ready.context_tokens,
+                "max_total_num_tokens": ready.kv_pages * ready.page_tokens,
+                "load_seconds": ready.load_seconds,
+                "internal_states": [{"dp_rank": 0}],
+            }
+        return json_response(info)
+
+    async def models(self, _request: HttpRequest) -> Response:
+        """OpenAI's list of the one model."""
+        worker = self._worker
+        longest = None if worker.rank_ready is None else worker.rank_ready.context_tokens
+        model = {
+            "id": worker.model.name,
+            "object": "model",
+            "created": int(self._started_at),
+            "owned_by": "baton",
+            "root": worker.model.name,
+            "parent": None,
+            "max_model_len": longest,
+        }
+        return json_response({"object": "list", "data": [model]})
+
+    async def loads(self, _request: HttpRequest) -> Response:
+        """SGLang's load report, as of the scheduler's last snapshot."""
+        worker = self._worker
+        gauges = {} if worker.metrics.snapshot is None else worker.metrics.snapshot.gauges
+        now = time.time()
+        counts = {
+            name: int(sum(gauges.get(f"queue_requests{{queue={queue}}}", 0) for queue in queues))
+            for name, queues in QUEUES_OF_LOAD.items()
+        }
+        page_tokens, pages = worker.config.page_tokens, int(gauges.get("pages", 0))
+        used = pages - int(gauges.get("pages_free", 0))
+        load = {
+            "timestamp": now,
+            "dp_rank": 0,
+            "num_running_reqs": counts.pop("num_running_reqs"),
+            "num_waiting_reqs": counts.pop("num_waiting_reqs"),
+            "num_used_tokens": used * page_tokens,
+            "num_total_tokens": used * page_tokens,
+            "max_total_num_tokens": pages * page_tokens,
+            "max_running_requests": worker.limits.running_max,
+            "token_usage": used / pages if pages else 0.0,
+            "disaggregation": {"mode": worker.role.value} | counts,
+        }
+        return json_response({"timestamp": now, "version": version("baton"), "loads": [load]})
+
+    async def flush_cache(self, _request: HttpRequest) -> Response:
+        """Nothing outlives its request yet, so that there is nothing to flush."""
+        return PlainTextResponse("Cache flushed.\n")
+
+    async def abort_request(self, request: HttpRequest) -> Response:
+        """End one live request by its id, or all. An id that is not live is ignored."""
+        worker = self._worker
+        try:
+            raw = await read_body(request, CONTROL_BYTES_MAX)
+            body = msgspec.json.decode(raw or b"{}", type=AbortBody)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            return failure(ClientError(f"the body is not valid: {error}").verdict, worker.limits)
+        except ClientError as error:
+            return failure(error.verdict, worker.limits)
+        verdict = Verdict(reason=Reason.ABORTED, text="aborted by request")
+        stream = worker.streams.find(body.rid) if body.rid else None
+        if body.abort_all:
+            worker.abort_all(verdict)
+        elif stream is not None:
+            worker.abort(stream, verdict)
+        return Response(status_code=200)
+
+    async def drain(self, _request: HttpRequest) -> Response:
+        """Refuse new requests from now on, without ending the process."""
+        self._worker.begin_drain()
+        return json_response({"draining": True, "live_requests": len(self._worker.streams)})
+
+    async def metrics(self, _request: HttpRequest) -> Response:
+        """Prometheus' text format."""
+        worker = self._worker
+        worker.metrics.gauge("app_live_requests", len(worker.streams))
+        worker.metrics.gauge("rank_progress_age_seconds", worker.supervisor.progress_age_ms / 1000)
+        worker.metrics.gauge("ready", 0 if worker.unready() else 1)
+        worker.metrics.set_count("bad_frames_total", worker.link.bad_frames)
+        return Response(worker.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    async def debug_snapshot(self, _request: HttpRequest) -> Response:
+        """The scheduler's numbers as of now, and the app's live requests: at rest, everything must be free."""
+        worker = self._worker
+        try:
+            snapshot = await worker.fresh_snapshot(SNAPSHOT_MS)
+        except TimeoutError:
+            late = Overloaded(f"the scheduler did not answer within {SNAPSHOT_MS} ms")
+            return failure(late.verdict, worker.limits)
+        return json_response({"live_requests": len(worker.streams), "snapshot": snapshot})

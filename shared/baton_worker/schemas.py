@@ -1,0 +1,244 @@
+"""Bodies of the inference routes: SGLang's `/generate` and OpenAI's two, decoded strictly, known keys only honoured.
+
+A key we know but do not honour yet is refused by name unless its value asks for nothing (`NO_OPS`); keys we do not know
+are ignored at the top level, as SGLang does, and refused inside `sampling_params`.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from baton_core.errors import ClientError
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+class Leg(msgspec.Struct, kw_only=True):
+    """What all three bodies carry for disaggregated serving."""
+
+    rid: str | None = None
+    bootstrap_host: str | None = None
+    bootstrap_port: int | None = None
+    bootstrap_room: int | None = None
+    bootstrap_instance: str | None = None
+    routed_dp_rank: int | None = None
+    data_parallel_rank: int | None = None  # SGLang's old name of routed_dp_rank
+    disagg_prefill_dp_rank: int | None = None
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`sampling_params` of `/generate`. None means the default."""
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    sampling_seed: int | None = None
+    seed: int | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    spaces_between_special_tokens: bool | None = None  # byte-level tokenizers put none
+    # Known, not honoured yet: see NO_OPS.
+    n: Any = None
+    beam_width: Any = None
+    choice: Any = None
+    custom_params: Any = None
+    ebnf: Any = None
+    frequency_penalty: Any = None
+    json_schema: Any = None
+    logit_bias: Any = None
+    presence_penalty: Any = None
+    regex: Any = None
+    repetition_penalty: Any = None
+    stop_regex: Any = None
+    stream_interval: Any = None
+    structural_tag: Any = None
+    watermark: Any = None
+
+
+class GenerateBody(Leg, kw_only=True):
+    """Body of `/generate`."""
+
+    text: str | list[Any] | None = None
+    input_ids: list[int] | None = None
+    sampling_params: SamplingParams | None = None
+    stream: bool | None = None
+    return_prompt_token_ids: bool | None = None
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """`stream_options` of the OpenAI routes."""
+
+    include_usage: bool | None = None
+
+
+class OpenAIBody(Leg, kw_only=True):
+    """What both OpenAI bodies share; `top_k` and below are the usual extensions."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+
+
+class CompletionBody(OpenAIBody, kw_only=True):
+    """Body of `/v1/completions`. `prompt` may be one text, one list of token ids, or a list of one of these."""
+
+    prompt: str | list[Any]
+
+
+class ContentPart(msgspec.Struct, kw_only=True):
+    """One part of a message; only text is served."""
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """One message of a chat."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    tool_calls: list[Any] | None = None
+
+
+class ChatBody(OpenAIBody, kw_only=True):
+    """Body of `/v1/chat/completions`."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+
+
+_SAMPLING_NO_OPS: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "beam_width": (0, 1),
+    "choice": ((), []),
+    "custom_params": ({},),
+    "ebnf": ("",),
+    "frequency_penalty": (0,),
+    "json_schema": ("",),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "regex": ("",),
+    "repetition_penalty": (1,),
+    "stop_regex": ("", []),
+    "stream_interval": (1,),
+    "structural_tag": ("",),
+    "watermark": (False,),
+}
+
+_ANY_ROUTE_NO_OPS: dict[str, tuple[object, ...]] = {
+    "custom_logit_processor": (),
+    "lora_path": ("",),
+    "priority": (0,),
+    "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+    "session_params": ({},),
+}
+
+_OPENAI_NO_OPS: dict[str, tuple[object, ...]] = _ANY_ROUTE_NO_OPS | {
+    "n": (1,),
+    "ebnf": ("",),
+    "frequency_penalty": (0,),
+    "json_schema": ("",),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "presence_penalty": (0,),
+    "regex": ("",),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "stop_regex": ("", []),
+    "structural_tag": ("",),
+}
+
+NO_OPS: dict[type[msgspec.Struct], dict[str, tuple[object, ...]]] = {
+    SamplingParams: _SAMPLING_NO_OPS,
+    GenerateBody: _ANY_ROUTE_NO_OPS
+    | {
+        "audio_data": ([],),
+        "image_data": ([],),
+        "video_data": ([],),
+        "input_embeds": (),
+        "logprob_start_len": (-1, 0),
+        "return_logprob": (False,),
+        "return_sampling_mask": (False,),
+        "return_text_in_logprobs": (False,),
+        "token_ids_logprob": ([],),
+        "top_logprobs_num": (0,),
+    },
+    CompletionBody: _OPENAI_NO_OPS | {"best_of": (1,), "echo": (False,), "suffix": ("",)},
+    ChatBody: _OPENAI_NO_OPS
+    | {
+        "audio": (),
+        "chat_template_kwargs": ({},),
+        "continue_final_message": (False,),
+        "function_call": ("none", "auto"),
+        "functions": ([],),
+        "modalities": (["text"],),
+        "prediction": (),
+        "tool_choice": ("none", "auto"),
+        "tools": ([],),
+        "top_logprobs": (0,),
+        "web_search_options": (),
+    },
+}
+"""Keys we know and do not honour yet, with the values (besides null) that ask for nothing."""
+
+_UNHONOURED: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
+    body: msgspec.json.Decoder(msgspec.defstruct(f"Unhonoured{body.__name__}", [(key, Any, None) for key in keys]))
+    for body, keys in NO_OPS.items()
+    if body is not SamplingParams
+}
+_DECODERS: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
+    body: msgspec.json.Decoder(body) for body in (GenerateBody, CompletionBody, ChatBody, Leg)
+}
+
+
+def decode(raw: bytes, body: type[Body]) -> Body:
+    """`raw` as a `body`. Raises ClientError naming the field, also for a known key that is not honoured."""
+    decoded: Body = _decode(raw, _DECODERS[body])
+    refuse_unhonoured(_decode(raw, _UNHONOURED[body]), NO_OPS[body])
+    return decoded
+
+
+def decode_leg(raw: bytes) -> Leg | None:
+    """Only what names the room, from a body that may be wrong elsewhere; None if even that cannot be read."""
+    try:
+        leg: Leg = _decode(raw, _DECODERS[Leg])
+    except ClientError:
+        return None
+    return leg
+
+
+def refuse_unhonoured(body: msgspec.Struct, no_ops: Mapping[str, tuple[object, ...]]) -> None:
+    """Raise ClientError if a key of `no_ops` asks for something."""
+    for key, accepted in no_ops.items():
+        value = getattr(body, key)
+        if value is not None and value not in accepted:
+            raise ClientError(f"{key} is not supported yet; leave it out")
+
+
+def _decode(raw: bytes, decoder: "msgspec.json.Decoder[Any]") -> Any:
+    try:
+        return decoder.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ClientError(f"the body is not valid: {error}") from error
+    except RecursionError as error:
+        raise ClientError("the body is not valid: it is nested too deeply") from error

@@ -1,0 +1,132 @@
+"""Starts a rank process, notices when it ends or stops making progress, and ends it. It is never restarted alone.
+
+The rank reads its `RankConfig` as the first line of its stdin. The pipe then stays open: its end tells the rank that
+its app died, however that happened.
+"""
+
+import asyncio
+import contextlib
+import signal
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable, Sequence
+
+from baton_core.limits import Limits, Millis
+from baton_io.config import to_json
+from baton_worker.config import RankConfig
+
+STOP_MS: Millis = 5_000
+"""How long a rank may take to leave after `Stop`."""
+
+PINGS_A_STALL = 3
+"""A rank that says nothing is asked this often before it counts as stalled."""
+
+
+class Supervisor:
+    """One rank process. `loaded` and `progressed` tell it what the rank said over the ipc."""
+
+    def __init__(
+        self, command: Sequence[str], config: RankConfig, *, clock: Callable[[], Millis], ping: Callable[[], None]
+    ) -> None:
+        """`command` starts the rank; `ping` asks it for a sign of life; `clock` is monotonic."""
+        self._command = tuple(command)
+        self._config = config
+        self._limits: Limits = config.limits
+        self._clock = clock
+        self._ping = ping
+        self._process: Process | None = None
+        self._loaded = asyncio.Event()
+        self._progress = -1
+        self._progress_at: Millis = clock()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the rank, once started."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the process was started and has not ended."""
+        return self._process is not None and self._process.returncode is None
+
+    @property
+    def progress_age_ms(self) -> Millis:
+        """Time since the rank was last seen to make progress."""
+        return self._clock() - self._progress_at
+
+    @property
+    def progressing(self) -> bool:
+        """Whether the rank is loaded and makes progress."""
+        return self._loaded.is_set() and self.progress_age_ms < self._limits.loop_stall_ms
+
+    def loaded(self) -> None:
+        """The rank said that it is ready: from now on it must make progress."""
+        self._progress_at = self._clock()
+        self._loaded.set()
+
+    def progressed(self, progress: int) -> None:
+        """The rank reported how many turns its loop has made."""
+        if progress != self._progress:
+            self._progress = progress
+            self._progress_at = self._clock()
+
+    async def start(self) -> None:
+        """Start the process and hand it its configuration."""
+        # A session of its own: Ctrl-C in a terminal reaches the app alone, which drains first.
+        self._process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, start_new_session=True)
+        assert self._process.stdin is not None
+        self._process.stdin.write(to_json(self._config).encode() + b"\n")
+        with contextlib.suppress(ConnectionError):  # it died at once: `watch` reports its exit code
+            await self._process.stdin.drain()
+
+    async def watch(self) -> str:
+        """Wait until the rank is gone, killing it if it stalls; what happened, for people."""
+        assert self._process is not None, "watch before start"
+        exited = asyncio.ensure_future(self._process.wait())
+        stalled = asyncio.ensure_future(self._until_stalled())
+        try:
+            await asyncio.wait({exited, stalled}, return_when=asyncio.FIRST_COMPLETED)
+            if exited.done():
+                return f"rank {self._config.rank} {describe_exit(exited.result())}"
+            self.kill()
+            await exited
+            return f"rank {self._config.rank} {stalled.result()} and was killed"
+        finally:
+            exited.cancel()
+            stalled.cancel()
+
+    async def stop(self) -> None:
+        """After `Stop` was sent: wait for the exit, and kill the rank if it does not come."""
+        if self._process is None:
+            return
+        try:
+            async with asyncio.timeout(STOP_MS / 1000):
+                await self._process.wait()
+        except TimeoutError:
+            self.kill()
+            await self._process.wait()
+
+    def kill(self) -> None:
+        """End the process at once."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def _until_stalled(self) -> str:
+        try:
+            async with asyncio.timeout(self._limits.start_ms / 1000):
+                await self._loaded.wait()
+        except TimeoutError:
+            return f"was not ready within {self._limits.start_ms} ms (start_ms)"
+        longest = self._limits.loop_stall_ms
+        while (age := self.progress_age_ms) < longest:
+            await asyncio.sleep(min(longest - age, longest // PINGS_A_STALL + 1) / 1000)
+            if self.progress_age_ms >= longest // PINGS_A_STALL:
+                self._ping()
+        return f"made no progress for {longest} ms (loop_stall_ms)"
+
+
+def describe_exit(code: int) -> str:
+    """An exit code for people."""
+    if code < 0:
+        return f"was ended by signal {signal.Signals(-code).name}"
+    return f"exited with code {code}"
