@@ -1,0 +1,87 @@
+"""`baton-bootstrap`: the registry that prefill workers register with and decode workers ask."""
+
+import asyncio
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import aiohttp
+import structlog
+import uvicorn
+
+from baton_bootstrap.app import create_app
+from baton_bootstrap.config import BootstrapConfig
+from baton_core.limits import Millis
+from baton_core.registry import RegistryTable
+from baton_io.config import describe, load
+from baton_io.logs import configure_logs
+from baton_io.registry_routes import RegistryRoutes, health_probe
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT. The exit status; non-zero if the port or the token cannot be had."""
+    arguments = sys.argv[1:] if argv is None else argv
+    config = load(
+        BootstrapConfig,
+        "bootstrap",
+        arguments,
+        os.environ,
+        program="baton-bootstrap",
+        description="Baton bootstrap registry: prefill workers register here, decode workers look them up.",
+    )
+    configure_logs("bootstrap", log_format=config.log_format, level=config.log_level)
+    log = structlog.get_logger()
+    try:
+        token = read_token(config.token_file)
+    except (OSError, ValueError) as error:
+        log.error("bootstrap.token_unreadable", token_file=config.token_file, cause=str(error))
+        return 1
+    log.info("bootstrap.starting", config=describe(config))
+    # uvicorn stops cleanly on these signals and then raises them again; that must not look like a crash.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda _number, _frame: None)
+    with asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner:
+        runner.run(serve(config, token))
+    log.info("bootstrap.stopped")
+    return 0
+
+
+def read_token(path: str | None) -> str | None:
+    """The token in this file, None without one. Raises OSError, and ValueError where the file is empty."""
+    if path is None:
+        return None
+    token = Path(path).read_text(encoding="utf-8").strip()
+    if not token:
+        raise ValueError("the file is empty")
+    return token
+
+
+async def serve(config: BootstrapConfig, token: str | None) -> None:
+    """Build the registry and answer until uvicorn is told to stop. Raises SystemExit if the port is taken."""
+    table = RegistryTable(secrets.token_hex(8), config.limits)
+    async with aiohttp.ClientSession() as session:
+        routes = RegistryRoutes(table, clock=monotonic_ms, probe=health_probe(session), token=token)
+        app = create_app(routes, monotonic_ms)
+        server = uvicorn.Config(
+            app,
+            host=config.host,
+            port=config.port,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=5,
+        )
+        await uvicorn.Server(server).serve()
+
+
+def monotonic_ms() -> Millis:
+    """Milliseconds of the clock that all leases are measured with."""
+    return time.monotonic_ns() // 1_000_000
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,395 @@
+"""Registrar and Peers against real registries: restarts, black holes, ambiguity, superseding, shared fetches."""
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import aiohttp
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from baton_core.effects import LookUp
+from baton_core.errors import Overloaded, Reason
+from baton_core.events import LookupFailed, RankEndpoint, Resolved
+from baton_core.limits import Limits
+from baton_core.registration import Layout
+from baton_core.request import Bootstrap
+from baton_io.peers import BootstrapAllow, Peers, learn_registered_hosts
+from baton_io.registrar import Registrar, RegistrarLimits, Registration
+from contract.registry_servers import listening_socket, monotonic_ms, registry, serving, worker_app
+
+LAYOUT = Layout(attn_tp_size=2, attn_cp_size=1, dp_size=2, pp_size=1, page_size=16, kv_cache_dtype="float32")
+BY_QUERY = replace(LAYOUT, follow_bootstrap_room=False)
+FAST = RegistrarLimits(lease_ms=300, retry_first_ms=10, retry_max_ms=50, room_renew_ms=200)
+ROOMS_ONCE = replace(FAST, room_renew_ms=60_000)
+LIMITS = Limits(lookup_ms=400)
+
+
+def registration(name: str = "p0", life: str = "life1", layout: Layout = LAYOUT, port: int = 1) -> Registration:
+    """A worker with two DP ranks of two tensor ranks each."""
+    grid = [(dp, tp) for dp in range(layout.dp_size) for tp in range(layout.attn_tp_size)]
+    ranks = [(dp, RankEndpoint(host="127.0.0.1", port=10 * port + 2 * dp + tp, tp_rank=tp)) for dp, tp in grid]
+    return Registration(
+        instance=name,
+        incarnation=life,
+        fingerprint="fp",
+        layout=layout,
+        ranks=tuple(ranks),
+        http_host="127.0.0.1",
+        http_port=port,
+    )
+
+
+def look_up(port: int, *, room: int = 4, instance: str | None = None, dp_rank: int | None = None) -> LookUp:
+    bootstrap = Bootstrap(host="127.0.0.1", port=port, room=room, instance=instance, prefill_dp_rank=dp_rank)
+    return LookUp(rid="r", bootstrap=bootstrap)
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as one:
+        yield one
+
+
+@asynccontextmanager
+async def registering(
+    session: aiohttp.ClientSession, *ports: int, worker: Registration | None = None, limits: RegistrarLimits = FAST
+) -> AsyncIterator[Registrar]:
+    """A registrar that runs while the block does."""
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    registrar = Registrar(urls, worker or registration(), session, limits, monotonic_ms, jitter=lambda: 0.0)
+    task = asyncio.create_task(registrar.run())
+    try:
+        yield registrar
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def until(holds: Callable[[], bool], limit_s: float = 5.0) -> None:
+    """Wait for a condition that another task brings about."""
+    async with asyncio.timeout(limit_s):
+        while True:
+            if holds():
+                return
+            await asyncio.sleep(0.005)
+
+
+async def resolved(peers: Peers, lookup: LookUp) -> Resolved:
+    answer = await peers.resolve(lookup)
+    assert isinstance(answer, Resolved), answer
+    return answer
+
+
+async def failed(peers: Peers, lookup: LookUp, *, naming: str) -> LookupFailed:
+    answer = await peers.resolve(lookup)
+    assert isinstance(answer, LookupFailed) and naming in answer.verdict.text, answer
+    return answer
+
+
+# -- registrar
+
+
+async def test_a_worker_registers_every_rank_and_decode_finds_them(session: aiohttp.ClientSession) -> None:
+    async with registry() as port, registering(session, port) as registrar:
+        assert not registrar.registered()
+        await until(registrar.registered)
+        answer = await resolved(Peers(session, LIMITS), look_up(port, room=5))
+    assert answer.infos.incarnation == "life1" and answer.infos.dp_rank == 1
+    assert [(rank.tp_rank, rank.port) for rank in answer.infos.endpoints] == [(0, 12), (1, 13)]
+
+
+async def test_a_worker_that_starts_before_its_registry_registers_once_it_is_there(
+    session: aiohttp.ClientSession,
+) -> None:
+    bound = listening_socket()
+    port = bound.getsockname()[1]
+    bound.close()
+    async with registering(session, port) as registrar:
+        await until(lambda: "cannot be reached" in registrar.status()[f"http://127.0.0.1:{port}"])
+        assert not registrar.registered()
+        async with registry(port=port):
+            await until(registrar.registered)
+
+
+async def test_ranks_and_open_rooms_return_after_the_registry_was_killed_and_restarted_empty(
+    session: aiohttp.ClientSession,
+) -> None:
+    bound = listening_socket()
+    port = bound.getsockname()[1]
+    bound.close()
+    async with registering(session, port, worker=registration(layout=BY_QUERY), limits=ROOMS_ONCE) as registrar:
+        registrar.open_room(7, 1)
+        async with registry("first", port):
+            await until(registrar.registered)
+        await until(lambda: "again" in registrar.status()[f"http://127.0.0.1:{port}"])
+        assert registrar.registered(), "a dead registry does not make the worker unready"
+        async with registry("second", port):
+            answer = await resolved(Peers(session, Limits(lookup_ms=5_000)), look_up(port, room=7))
+    assert answer.infos.dp_rank == 1 and answer.infos.incarnation == "life1"
+
+
+async def test_a_worker_that_its_registry_forgot_registers_again(session: aiohttp.ClientSession) -> None:
+    async with registry() as port, registering(session, port) as registrar:
+        await until(registrar.registered)
+        url = f"http://127.0.0.1:{port}/v1/instances/p0"
+        async with session.delete(url) as answer:
+            assert answer.status == 200
+        await resolved(Peers(session, Limits(lookup_ms=5_000)), look_up(port, instance="p0"))
+
+
+async def test_one_dead_registry_delays_no_other_and_is_named_in_the_status(session: aiohttp.ClientSession) -> None:
+    bound = listening_socket()
+    dead = bound.getsockname()[1]
+    async with registry() as port, registering(session, dead, port) as registrar:
+        await resolved(Peers(session, Limits(lookup_ms=5_000)), look_up(port, instance="p0"))
+        assert not registrar.registered()
+        status = registrar.status()
+    bound.close()
+    assert "not registered yet" in status[f"http://127.0.0.1:{dead}"]
+    assert "registered for" in status[f"http://127.0.0.1:{port}"]
+
+
+async def test_a_refused_worker_is_not_registered_and_says_why(session: aiohttp.ClientSession) -> None:
+    async with registry() as port, serving(worker_app("life1")) as http_port:
+        old = replace(registration(), http_port=http_port)
+        async with registering(session, port, worker=old) as first:
+            await until(first.registered)
+            new = replace(registration(life="life2"), http_port=http_port)
+            async with registering(session, port, worker=new) as second:
+                await until(lambda: "still answers" in second.status()[f"http://127.0.0.1:{port}"])
+                assert not second.registered() and first.registered()
+
+
+async def test_a_new_life_supersedes_one_that_no_longer_answers(session: aiohttp.ClientSession) -> None:
+    peers = Peers(session, LIMITS)
+    async with registry() as port:
+        async with registering(session, port) as first:
+            await until(first.registered)
+            old = await resolved(peers, look_up(port))
+        async with registering(session, port, worker=registration(life="life2", port=2)) as second:
+            await until(second.registered)
+            cached = await resolved(peers, look_up(port))
+            peers.forget("life1")
+            new = await resolved(peers, look_up(port))
+    assert old.infos == cached.infos and old.infos.incarnation == "life1"
+    assert new.infos.incarnation == "life2" and new.infos.endpoints[0].port == 20
+
+
+async def test_a_worker_that_deregisters_is_gone_at_once(session: aiohttp.ClientSession) -> None:
+    async with registry() as port:
+        async with registering(session, port) as registrar:
+            await until(registrar.registered)
+        await registrar.deregister()
+        await failed(Peers(session, LIMITS), look_up(port), naming="0 workers registered")
+
+
+async def test_deregistering_from_a_registry_that_is_gone_raises_nothing(session: aiohttp.ClientSession) -> None:
+    async with registry() as port, registering(session, port) as registrar:
+        await until(registrar.registered)
+    await registrar.deregister()
+
+
+async def test_open_rooms_are_bounded(session: aiohttp.ClientSession) -> None:
+    limits = replace(FAST, rooms_max=1)
+    registrar = Registrar([], registration(), session, limits, monotonic_ms, jitter=lambda: 0.0)
+    registrar.open_room(1, 0)
+    with pytest.raises(Overloaded, match="rooms_max"):
+        registrar.open_room(2, 0)
+    registrar.close_room(1)
+    registrar.open_room(2, 0)
+
+
+def test_a_registration_must_name_each_rank_once() -> None:
+    with pytest.raises(ValueError, match="4 ranks"):
+        replace(registration(), ranks=registration().ranks[:3])
+
+
+# -- peers
+
+
+async def test_a_cached_pair_survives_the_death_of_its_registry(session: aiohttp.ClientSession) -> None:
+    peers = Peers(session, LIMITS)
+    async with registry() as port, registering(session, port) as registrar:
+        await until(registrar.registered)
+        before = await resolved(peers, look_up(port))
+    assert (await resolved(peers, look_up(port))).infos == before.infos
+    peers.forget("life1")
+    verdict = (await failed(peers, look_up(port), naming=f"http://127.0.0.1:{port}")).verdict
+    assert verdict.reason is Reason.LOOKUP_FAILED and "check that the prefill worker" in verdict.text
+
+
+async def test_a_worker_that_restarted_with_another_layout_between_two_answers_is_asked_anew(
+    session: aiohttp.ClientSession,
+) -> None:
+    peers = Peers(session, LIMITS)
+    async with registry() as port:
+        async with registering(session, port) as first:
+            await until(first.registered)
+            assert (await resolved(peers, look_up(port, room=4))).infos.incarnation == "life1"
+        wider = registration(life="life2", layout=replace(LAYOUT, attn_tp_size=4), port=2)
+        async with registering(session, port, worker=wider) as second:
+            await until(second.registered)
+            answers = [await resolved(peers, look_up(port, room=room)) for room in (5, 4)]
+    assert [(answer.infos.incarnation, len(answer.infos.endpoints)) for answer in answers] == [("life2", 4)] * 2
+
+
+async def test_an_unknown_instance_name_and_an_ambiguous_one_say_what_is_there(session: aiohttp.ClientSession) -> None:
+    peers = Peers(session, LIMITS)
+    async with (
+        registry() as port,
+        registering(session, port) as first,
+        registering(session, port, worker=registration("p1", "other", port=2)) as second,
+    ):
+        await until(lambda: first.registered() and second.registered())
+        await failed(peers, look_up(port), naming="add instance= one of: p0, p1")
+        await failed(peers, look_up(port, instance="p9"), naming="p9 is not registered here; known: p0, p1")
+        assert (await resolved(peers, look_up(port, instance="p1"))).infos.incarnation == "other"
+
+
+async def test_a_black_hole_costs_the_look_up_limit_and_no_more(session: aiohttp.ClientSession) -> None:
+    bound = listening_socket()
+    bound.listen(1)  # takes connections into its backlog and never answers
+    port = bound.getsockname()[1]
+    unhandled: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+    started = monotonic_ms()
+    answers = await asyncio.gather(*(Peers(session, LIMITS).resolve(look_up(port)) for _ in range(3)))
+    took = monotonic_ms() - started
+    bound.close()
+    assert all(isinstance(answer, LookupFailed) and "400 ms" in answer.verdict.text for answer in answers), answers
+    assert 350 <= took < 1_200
+    await asyncio.sleep(0)
+    gc.collect()
+    assert unhandled == [], "the shared fetch failed after its callers had left: that is nobody's surprise"
+
+
+async def test_a_worker_that_becomes_ready_within_the_limit_is_waited_for(session: aiohttp.ClientSession) -> None:
+    async with registry() as port:
+        waiting = asyncio.create_task(Peers(session, Limits(lookup_ms=5_000)).resolve(look_up(port)))
+        async with registering(session, port):
+            assert isinstance(await waiting, Resolved)
+
+
+async def test_an_unknown_room_is_asked_for_until_the_limit_and_then_named(session: aiohttp.ClientSession) -> None:
+    peers = Peers(session, LIMITS)
+    async with registry() as port, registering(session, port, worker=registration(layout=BY_QUERY)) as registrar:
+        await until(registrar.registered)
+        await failed(peers, look_up(port, room=99), naming="the DP rank of room 99 within 400 ms")
+        asking = [asyncio.create_task(peers.resolve(look_up(port, room=room))) for room in (100, 101)]
+        registrar.open_room(100, 0)
+        registrar.open_room(101, 1)
+        answers = [await task for task in asking]
+    assert [answer.infos.dp_rank for answer in answers if isinstance(answer, Resolved)] == [0, 1]
+
+
+async def test_a_rank_in_the_request_wins_and_an_impossible_one_is_400(session: aiohttp.ClientSession) -> None:
+    peers = Peers(session, LIMITS)
+    async with registry() as port, registering(session, port) as registrar:
+        await until(registrar.registered)
+        assert (await resolved(peers, look_up(port, room=4, dp_rank=1))).infos.dp_rank == 1
+        answer = await failed(peers, look_up(port, dp_rank=2), naming="has 2 DP ranks")
+    assert answer.verdict.status == 400
+
+
+class Stranger:
+    """A plain SGLang registry: topology and one rank; no headers, no routes of ours."""
+
+    def __init__(self, topology: object, rank: object = None, status: int = 200) -> None:
+        self.calls = 0
+        self.app = FastAPI()
+
+        @self.app.get("/route")
+        async def route(request: Request) -> Response:
+            self.calls += 1
+            asks_for_topology = request.query_params["target_tp_rank"] == "-1"
+            content = topology if asks_for_topology else rank
+            return Response(content, status) if isinstance(content, str) else JSONResponse(content, status)
+
+
+SGLANG_TOPOLOGY = {
+    "attn_tp_size": 1,
+    "attn_cp_size": 1,
+    "dp_size": 1,
+    "pp_size": 1,
+    "page_size": 1,
+    "kv_cache_dtype": "auto",
+    "follow_bootstrap_room": True,
+    "a_key_of_tomorrow": [1],
+}
+
+
+async def test_a_plain_sglang_registry_yields_a_life_made_of_the_rank_addresses(session: aiohttp.ClientSession) -> None:
+    peers = Peers(session, LIMITS)
+    async with serving(Stranger(SGLANG_TOPOLOGY, {"rank_ip": "10.0.0.1", "rank_port": 5}).app) as port:
+        first = await resolved(peers, look_up(port))
+    async with serving(Stranger(SGLANG_TOPOLOGY, {"rank_ip": "10.0.0.1", "rank_port": 6}).app, port):
+        peers.forget(first.infos.incarnation)
+        second = await resolved(peers, look_up(port))
+    assert first.infos.incarnation.startswith("addr-") and first.infos.incarnation != second.infos.incarnation
+
+
+async def test_concurrent_look_ups_share_one_fetch_and_one_that_is_cancelled_fails_no_other(
+    session: aiohttp.ClientSession,
+) -> None:
+    peers = Peers(session, LIMITS)
+    stranger = Stranger(SGLANG_TOPOLOGY, {"rank_ip": "10.0.0.1", "rank_port": 5})
+    async with serving(stranger.app) as port:
+        tasks = [asyncio.create_task(peers.resolve(look_up(port, room=room))) for room in range(1, 51)]
+        await until(lambda: stranger.calls > 0)
+        tasks[0].cancel()
+        answers = await asyncio.gather(*tasks[1:])
+    assert all(isinstance(answer, Resolved) for answer in answers) and stranger.calls == 2
+
+
+@pytest.mark.parametrize(
+    ("stranger", "naming"),
+    [
+        (Stranger("{not json"), "malformed JSON"),
+        (Stranger({"attn_tp_size": 1}), "attn_cp_size is missing"),
+        (Stranger(SGLANG_TOPOLOGY, {"rank_ip": "10.0.0.1"}), "rank_port is missing"),
+        (Stranger("nothing here", status=404), "answered 404: nothing here"),
+        (Stranger("boom", status=500), "answered 500: boom"),
+        (Stranger("not yet", status=503), "answered 503: not yet"),
+    ],
+)
+async def test_a_registry_that_answers_nonsense_fails_the_request_naming_it(
+    session: aiohttp.ClientSession, stranger: Stranger, naming: str
+) -> None:
+    async with serving(stranger.app) as port:
+        answer = await failed(Peers(session, LIMITS), look_up(port), naming=naming)
+    assert answer.verdict.reason is Reason.LOOKUP_FAILED and f":{port}" in answer.verdict.text
+
+
+async def test_a_failure_that_was_recorded_is_overwritten_by_nothing(session: aiohttp.ClientSession) -> None:
+    bound = listening_socket()
+    port = bound.getsockname()[1]
+    bound.close()
+    handshake = await Peers(session, LIMITS)._setup_bootstrap_infos(look_up(port).bootstrap)
+    cause = handshake.failure
+    assert handshake.infos is None and cause is not None
+    async with registry(port=port), registering(session, port) as registrar:
+        await until(registrar.registered)
+        later = await resolved(Peers(session, LIMITS), look_up(port))
+    handshake.complete(later.infos)
+    assert handshake.infos is None and handshake.failure is cause
+
+
+# -- allow-list
+
+
+async def test_hosts_registered_at_a_registry_become_allowed(session: aiohttp.ClientSession) -> None:
+    worker = replace(registration(), http_host="10.7.7.7", bootstrap_host="prefill-0")
+    async with registry() as port, registering(session, port, worker=worker) as registrar:
+        urls = [f"http://127.0.0.1:{port}"]
+        allow = BootstrapAllow(urls)
+        assert allow.check("10.7.7.7", 1) is not None
+        await until(registrar.registered)
+        learning = asyncio.create_task(learn_registered_hosts(allow, urls, session, interval_ms=20))
+        await until(lambda: allow.check("10.7.7.7", 1) is None)
+        assert allow.check("prefill-0", 8_998) is None
+        learning.cancel()
+        await asyncio.wait([learning])
