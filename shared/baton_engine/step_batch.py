@@ -1,0 +1,183 @@
+"""A plan as tensors: everything about a step that is the same in all layers, built once.
+
+Rows are the plan's tokens, regrouped: slices of one token first, those of similar context length next to each other so
+that they share one padded gather, then the prompt chunks one by one. Only `sampled_rows` remembers the plan's order.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton_core.plan import SequenceSlice, StepPlan
+from baton_engine.kv_pool import PoolShape
+from baton_engine.model_config import ModelConfig
+
+_SMALLEST_GROUP_PAGES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeGroup:
+    """One-token slices of similar context, attended together; `context` is the padded context in tokens.
+
+    `gather` `[2 * rows * kv_heads * pages]` int64 picks page-sized runs of one head; `bias` `[rows * kv_heads, 1,
+    context]` is 0 where a token may be seen, -inf where the padding is.
+    """
+
+    first_row: int
+    rows: int
+    context: int
+    gather: Tensor
+    bias: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptChunk:
+    """A slice of several tokens. At the start of its sequence it needs nothing but itself: `gather`, `bias` are None.
+
+    Otherwise `gather` is as in `DecodeGroup` with one row, and `bias` `[rows, context]` admits what precedes a token.
+    """
+
+    first_row: int
+    rows: int
+    context: int
+    gather: Tensor | None
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """The tensors of a step, on the model's device.
+
+    `token_ids` `[rows]` int64; `cosine`, `signed_sine` `[rows, 1, head_dim]` float32 for the rotate-half RoPE;
+    `write` `[rows, 2 * kv_heads]` int64 says where keys and values go; `sampled_rows` `[samples]` int64, in plan order.
+    """
+
+    token_ids: Tensor
+    cosine: Tensor
+    signed_sine: Tensor
+    write: Tensor
+    sampled_rows: Tensor
+    decode_groups: tuple[DecodeGroup, ...]
+    prompt_chunks: tuple[PromptChunk, ...]
+
+
+class BatchBuilder:
+    """Builds the `StepBatch` of a plan for one model and one pool."""
+
+    def __init__(self, config: ModelConfig, shape: PoolShape, device: torch.device) -> None:
+        self._shape = shape
+        self._device = device
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+        self._inverse_frequency = 1.0 / (config.rope_theta**exponents)  # float32, as in the RoPE paper (2104.09864)
+
+    def build(self, plan: StepPlan) -> StepBatch:
+        """The batch of `plan`. Pure."""
+        groups, chunks = _regroup(plan.slices, self._shape.page_tokens)
+        ordered = [item for group in groups for item in group] + chunks
+        cosine, signed_sine = self._rotation(ordered)
+        return StepBatch(
+            token_ids=self._indices([token for item in ordered for token in item.tokens]),
+            cosine=cosine,
+            signed_sine=signed_sine,
+            write=self._write(ordered),
+            sampled_rows=self._indices(_sampled_rows(plan.slices, ordered)),
+            decode_groups=self._decode_groups(groups),
+            prompt_chunks=self._prompt_chunks(chunks, first_row=sum(len(group) for group in groups)),
+        )
+
+    def _rotation(self, ordered: list[SequenceSlice]) -> tuple[Tensor, Tensor]:
+        positions = [position for item in ordered for position in range(item.start, item.start + len(item.tokens))]
+        angles = torch.tensor(positions, dtype=torch.float32)[:, None] * self._inverse_frequency
+        cosine, sine = angles.cos(), angles.sin()
+        both = torch.cat((cosine, cosine), dim=-1), torch.cat((-sine, sine), dim=-1)
+        return both[0][:, None].to(self._device), both[1][:, None].to(self._device)
+
+    def _write(self, ordered: list[SequenceSlice]) -> Tensor:
+        # Rows of head_dim, of layer 0: a layer's own are the same ones further along.
+        shape = self._shape
+        page_rows = shape.layers * 2 * shape.kv_heads * shape.page_tokens
+        first = [
+            item.pages[position // shape.page_tokens] * page_rows + position % shape.page_tokens
+            for item in ordered
+            for position in range(item.start, item.start + len(item.tokens))
+        ]
+        heads = torch.arange(2 * shape.kv_heads) * shape.page_tokens
+        return (torch.tensor(first)[:, None] + heads).to(self._device)
+
+    def _gather(self, tables: list[list[int]]) -> Tensor:
+        # Rows of page_tokens * head_dim, of layer 0, in the order [k|v, row, kv_head, page].
+        shape = self._shape
+        pages = torch.tensor(tables)[None, :, None, :] * (shape.layers * 2 * shape.kv_heads)
+        heads = torch.arange(2 * shape.kv_heads).view(2, 1, shape.kv_heads, 1)
+        return (pages + heads).flatten().to(self._device)
+
+    def _decode_groups(self, groups: list[list[SequenceSlice]]) -> tuple[DecodeGroup, ...]:
+        built: list[DecodeGroup] = []
+        first_row = 0
+        for group in groups:
+            used = [item.start // self._shape.page_tokens + 1 for item in group]
+            # A short table is padded with a page of its own sequence, so that no row ever looks at another request.
+            tables = [
+                list(item.pages[:count]) + [item.pages[0]] * (max(used) - count)
+                for item, count in zip(group, used, strict=True)
+            ]
+            context = max(used) * self._shape.page_tokens
+            lengths = torch.tensor([item.start + 1 for item in group]).repeat_interleave(self._shape.kv_heads)
+            hidden = torch.arange(context) >= lengths[:, None, None]
+            built.append(
+                DecodeGroup(
+                    first_row=first_row,
+                    rows=len(group),
+                    context=context,
+                    gather=self._gather(tables),
+                    bias=self._bias(hidden),
+                )
+            )
+            first_row += len(group)
+        return tuple(built)
+
+    def _prompt_chunks(self, chunks: list[SequenceSlice], first_row: int) -> tuple[PromptChunk, ...]:
+        built: list[PromptChunk] = []
+        for item in chunks:
+            rows, end = len(item.tokens), item.start + len(item.tokens)
+            gather, bias = None, None
+            if item.start > 0:
+                used = (end - 1) // self._shape.page_tokens + 1
+                gather = self._gather([list(item.pages[:used])])
+                bias = self._bias(torch.arange(end) > torch.arange(item.start, end)[:, None])
+            built.append(PromptChunk(first_row=first_row, rows=rows, context=end, gather=gather, bias=bias))
+            first_row += rows
+        return tuple(built)
+
+    def _bias(self, hidden: Tensor) -> Tensor:
+        bias = torch.zeros(hidden.shape, dtype=self._shape.dtype)
+        return bias.masked_fill_(hidden, float("-inf")).to(self._device)
+
+    def _indices(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self._device)
+
+
+def _regroup(
+    slices: tuple[SequenceSlice, ...], page_tokens: int
+) -> tuple[list[list[SequenceSlice]], list[SequenceSlice]]:
+    """One-token slices by context length, shortest group first, and the longer slices in plan order.
+
+    A group's longest context is at most `_SMALLEST_GROUP_PAGES` pages, or less than twice its shortest: padding never
+    doubles the work, and short contexts are not split into groups too small to be worth their overhead.
+    """
+    by_size: dict[int, list[SequenceSlice]] = {}
+    for item in slices:
+        if len(item.tokens) == 1:
+            pages = max(_SMALLEST_GROUP_PAGES, item.start // page_tokens + 1)
+            by_size.setdefault((pages - 1).bit_length(), []).append(item)
+    return [by_size[size] for size in sorted(by_size)], [item for item in slices if len(item.tokens) > 1]
+
+
+def _sampled_rows(slices: tuple[SequenceSlice, ...], ordered: list[SequenceSlice]) -> list[int]:
+    last_row: dict[str, int] = {}
+    rows = 0
+    for item in ordered:
+        rows += len(item.tokens)
+        last_row[item.rid] = rows - 1
+    return [last_row[item.rid] for item in slices if item.sample]
