@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from baton_core.errors import Reason
 from baton_core.events import BootstrapInfos
 from baton_core.messages import MetadataRow, RoomMessage
-from baton_core.request import Bootstrap, Finish, Incarnation, PageId, RequestId, Room
+from baton_core.request import Bootstrap, Finish, Incarnation, PageId, RequestId, Room, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +16,8 @@ class Emit:
     tokens: tuple[int, ...] = ()
     finish: Finish | None = None
     cached_tokens: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()  # of `tokens`, one each, if asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # with the first tokens, if asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from baton_core.limits import Limits, Millis
 from baton_core.machine import Handoff, Phase, PhaseTable, move
 from baton_core.messages import RoomFailed
 from baton_core.pages import PagePool
-from baton_core.request import FAKE_HOST, Finish, FinishType, Request, RequestId
+from baton_core.request import FAKE_HOST, Finish, FinishType, Request, RequestId, Room
 from baton_core.rooms import RoomTable
 
 
@@ -29,6 +29,8 @@ class Ledger:
         self.rows = rows
         self.rooms = RoomTable(limits)
         self.live: dict[RequestId, Handoff] = {}
+        # Attempts that the transfer backend knows. A room may be used again while its old life is still being revoked.
+        self.transfers: dict[tuple[Room, int], RequestId] = {}
         self.draining = False
         self.effects: list[Effect] = []
         self.rejections: dict[Reason, int] = {}
@@ -40,15 +42,25 @@ class Ledger:
         effects, self.effects = self.effects, []
         return effects
 
-    def intake(self, request: Request, now: Millis) -> Handoff:
-        """A record for `request`, with the verdict it may bring along; it is live, and owns nothing."""
-        assert request.rid not in self.live, f"{request.rid} is live: the app lets no id in twice"
+    def intake(self, request: Request, now: Millis, attempt: int = 1) -> Handoff | None:
+        """A record for `request`, with the verdict it may bring along; it is live, and owns nothing.
+
+        None, and a 409, if its id is that of a request that has been answered but whose pages are not free yet.
+        """
+        older = self.live.get(request.rid)
+        if older is not None:
+            assert older.answered, f"{request.rid} is live: the app lets no id in twice"
+            text = f"request id {request.rid} is still in use; send another, or none"
+            verdict = Verdict(reason=Reason.DUPLICATE_RID, text=text)
+            self.effects.append(Emit(rid=request.rid, finish=Finish(type=FinishType.ABORT, verdict=verdict)))
+            return None
         budget_ms = min(request.budget_ms, self.limits.request_budget_ms)
         handoff = Handoff(
             request=request,
             table=self.table,
             arrived_at=now,
             deadline_at=now + budget_ms,
+            attempt=attempt,
             to_finish=request.rejected,
         )
         self.live[request.rid] = handoff
@@ -99,12 +111,23 @@ class Ledger:
         """End a request with its answer."""
         if not handoff.answered:
             handoff.answered = True
-            self.effects.append(
-                Emit(rid=handoff.rid, tokens=tokens, finish=finish, cached_tokens=handoff.cached_tokens)
-            )
+            self.effects.append(self.emit(handoff, tokens, finish))
         if handoff.room and not is_fake(handoff):
             self.rooms.close(handoff.room)
         self._end(handoff, Phase.DONE, now, None)
+
+    def emit(self, handoff: Handoff, tokens: tuple[int, ...], finish: Finish | None = None) -> Emit:
+        """What the client hears of new tokens; the prompt's logprobs come with the first of them."""
+        logprob = handoff.newest_logprob
+        scores, handoff.prompt_logprobs = tuple(handoff.prompt_logprobs), []
+        return Emit(
+            rid=handoff.rid,
+            tokens=tokens,
+            finish=finish,
+            cached_tokens=handoff.cached_tokens,
+            logprobs=() if logprob is None or not tokens else (logprob,),
+            prompt_logprobs=scores,
+        )
 
     def revoked(self, handoff: Handoff, agreed: AgreedPoll) -> None:
         """An agreed observation of a handoff in REVOKING."""
@@ -118,9 +141,17 @@ class Ledger:
         if handoff.phase is Phase.REVOKING:
             self._release_if_quiet(handoff)
 
+    def transfer_begins(self, handoff: Handoff) -> None:
+        """The transfer backend hears of this attempt (Offer or Expect): its name is taken until it is forgotten."""
+        key = handoff.room, handoff.attempt
+        assert key not in self.transfers, f"room {key[0]} attempt {key[1]} is open for {self.transfers[key]}"
+        self.transfers[key] = handoff.rid
+        handoff.opened = True
+
     def transfer_over(self, handoff: Handoff) -> None:
         """The attempt's transfer ended well everywhere: nobody reads or writes its pages any more."""
         handoff.opened = False
+        del self.transfers[handoff.room, handoff.attempt]
         self.effects.append(Forget(room=handoff.room, attempt=handoff.attempt))
 
     def free_row(self, handoff: Handoff) -> None:

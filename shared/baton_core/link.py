@@ -119,6 +119,8 @@ class Link:
 
     def next_due(self) -> Millis:
         """When `tick` has something to do next."""
+        if self.lost is not None:
+            return self._heard_at  # at once: the loss is still to be reported
         due = min(self._heard_at + self._limits.link_silent_ms, self._sent_at + self._limits.heartbeat_ms)
         return due if self._resend_at is None else min(due, self._resend_at)
 

@@ -13,7 +13,7 @@ from baton_core.effects import Effect, Moved
 from baton_core.errors import Verdict
 from baton_core.events import BootstrapInfos
 from baton_core.limits import Millis
-from baton_core.request import Incarnation, PageId, Request, RequestId, Room
+from baton_core.request import Incarnation, PageId, Request, RequestId, Room, TokenLogprob
 
 
 class Phase(Enum):
@@ -77,6 +77,8 @@ class Handoff:
     pushed: int = 0  # pages handed to the transfer backend (prefill)
     progress: int = 0
     outputs: list[int] = field(default_factory=list)
+    newest_logprob: TokenLogprob | None = None  # of the last of `outputs`, if asked for
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     cached_tokens: int = 0
     to_finish: Verdict | None = None
     answered: bool = False

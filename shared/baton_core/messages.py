@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from baton_core.errors import Reason, Verdict
 from baton_core.limits import Millis
-from baton_core.request import ROOM_MAX, Incarnation, PageId, Room
+from baton_core.request import ROOM_MAX, TOP_LOGPROBS_MAX, Incarnation, PageId, Room, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +61,15 @@ class Rejected(_RoomMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoomFailed(_RoomMessage):
-    """Either side to the other: my leg of this room ended without an answer."""
+    """Either side to the other: my leg of this room ended without an answer.
+
+    With `greeted` a hello of this attempt went before, on the same ordered link: who does not know the attempt any more
+    has ended it already. Without, decode gave up before it said hello: the room itself is meant.
+    """
 
     reason: Reason
     text: str
+    greeted: bool = True
 
     @property
     def verdict(self) -> Verdict:
@@ -97,9 +102,11 @@ class PageOrder:
             raise ValueError(f"page order of room {self.room}: attempt, row or page out of range")
 
 
-_ROW = struct.Struct("<QIiIIQ")
-ROW_BYTES = 256
-"""Bytes of one metadata row, a multiple of a cache line; fields that come later have room."""
+_ROW = struct.Struct("<QIiIIQfhH")  # …, logprob of the first token, likeliest tokens that follow, flags
+_TOP = struct.Struct("<if")
+_HAS_LOGPROB = 1
+ROW_BYTES = 2_048
+"""Bytes of one metadata row, a multiple of a cache line, with room for TOP_LOGPROBS_MAX alternatives and for more."""
 ROOM_WORD = struct.Struct("<Q")
 
 
@@ -116,20 +123,32 @@ class MetadataRow:
     cached_tokens: int = 0
     prompt_tokens: int = 0
     kv_checksum: int = 0
+    logprob: TokenLogprob | None = None  # of the first token
 
     def pack(self) -> bytes:
         """The row as `ROW_BYTES` bytes, room word included."""
+        top = () if self.logprob is None else self.logprob.top
         raw = _ROW.pack(
-            self.room + 1, self.attempt, self.first_token, self.cached_tokens, self.prompt_tokens, self.kv_checksum
+            self.room + 1,
+            self.attempt,
+            self.first_token,
+            self.cached_tokens,
+            self.prompt_tokens,
+            self.kv_checksum,
+            0.0 if self.logprob is None else self.logprob.logprob or 0.0,
+            len(top),
+            0 if self.logprob is None else _HAS_LOGPROB,
         )
-        return raw.ljust(ROW_BYTES, b"\0")
+        return (raw + b"".join(_TOP.pack(token, logprob) for token, logprob in top)).ljust(ROW_BYTES, b"\0")
 
     @staticmethod
     def unpack(raw: bytes) -> "MetadataRow | None":
         """The row in `raw`, or None while its room word is 0."""
-        word, attempt, first_token, cached, prompt, checksum = _ROW.unpack_from(raw)
+        word, attempt, first_token, cached, prompt, checksum, logprob, tops, flags = _ROW.unpack_from(raw)
         if word == 0:
             return None
+        count = max(0, min(tops, TOP_LOGPROBS_MAX))
+        top = tuple(_TOP.unpack_from(raw, _ROW.size + index * _TOP.size) for index in range(count))
         return MetadataRow(
             room=word - 1,
             attempt=attempt,
@@ -137,4 +156,5 @@ class MetadataRow:
             cached_tokens=cached,
             prompt_tokens=prompt,
             kv_checksum=checksum,
+            logprob=TokenLogprob(token=first_token, logprob=logprob, top=top) if flags & _HAS_LOGPROB else None,
         )

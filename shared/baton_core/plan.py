@@ -7,7 +7,7 @@ the engine need not tell them apart. What a running plan names (pages, sequences
 from dataclasses import dataclass
 
 from baton_core.errors import Verdict
-from baton_core.request import PageId, RequestId, Sampling
+from baton_core.request import PageId, RequestId, Sampling, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,9 @@ class SequenceSlice:
     sample: bool
     sampling: Sampling
     output_index: int = 0
+    # Prompt tokens whose logprobs are wanted: `score[i]` is the token that really follows `tokens[score_from + i]`.
+    score_from: int = 0
+    score: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,15 +41,17 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceResult:
-    """What the step drew for one sampled slice."""
+    """What the step made of one slice: the drawn token where it was to be sampled, and the logprobs asked for."""
 
     rid: RequestId
-    token: int
+    token: int | None
+    logprob: TokenLogprob | None = None  # of `token`, with `sampling.logprobs`
+    scored: tuple[TokenLogprob, ...] = ()  # of `score`, one each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """The agreed outcome of a step: one result for every slice with `sample`, in plan order.
+    """The agreed outcome of a step: one result for every slice with `sample` or `score`, in plan order.
 
     `failed` names a fault of the whole step; then every request in it fails and `results` is empty.
     """

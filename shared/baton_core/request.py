@@ -23,6 +23,22 @@ FAKE_HOST = "2.2.2.2"
 """Bootstrap host of a request that has no peer (health probes); with it alone room 0 is legal."""
 
 
+TOP_LOGPROBS_MAX = 128
+"""Alternatives that a metadata row has room for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """The natural logarithm of a token's probability before temperature, and the likeliest tokens beside it.
+
+    `logprob` is None for the first token of a prompt, which nothing precedes. `top` holds (token, logprob), likeliest first.
+    """
+
+    token: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How tokens are drawn. Noise is a counter-based function of (seed, sample_index, output position)."""
@@ -36,6 +52,8 @@ class Sampling:
     max_new_tokens: int = 128
     min_new_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()  # end-of-sequence ids included, unless the client ignores them
+    logprobs: int | None = None  # None: none; k: of each drawn token, and of the k likeliest beside it
+    prompt_logprobs_from: int | None = None  # likewise of the prompt's tokens, from this position on (prefill)
 
     def __post_init__(self) -> None:
         _require(self.temperature >= 0, "temperature", self.temperature, "at least 0")
@@ -50,6 +68,15 @@ class Sampling:
             self.min_new_tokens,
             f"between 0 and max_new_tokens ({self.max_new_tokens})",
         )
+        _require(
+            self.logprobs is None or 0 <= self.logprobs <= TOP_LOGPROBS_MAX,
+            "logprobs",
+            self.logprobs,
+            f"between 0 and {TOP_LOGPROBS_MAX}",
+        )
+        start = self.prompt_logprobs_from
+        _require(start is None or start >= 0, "prompt_logprobs_from", start, "at least 0")
+        _require(start is None or self.logprobs is not None, "prompt_logprobs_from", start, "given with logprobs only")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,6 +41,10 @@ class RoomTable:
         self._tombstones.pop(room, None)
         self._live[room] = rid
 
+    def wipe(self, room: Room) -> None:
+        """The peer's leg came again: what an older life left says nothing about this one."""
+        self._tombstones.pop(room, None)
+
     def close(self, room: Room) -> None:
         """The room ended well on this side; it may be reused at once."""
         self._live.pop(room, None)

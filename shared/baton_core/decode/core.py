@@ -6,11 +6,12 @@ from typing import assert_never
 
 from baton_core.admission import capacity_verdict
 from baton_core.agreement import Watch
+from baton_core.chunks import take_chunk, take_token
 from baton_core.decode.phases import DECODE
 from baton_core.decode.planning import DecodeBatch
 from baton_core.decode.prealloc import DecodePreallocQueue
 from baton_core.decode.transfer import DecodeTransferQueue
-from baton_core.effects import Connect, Effect, Emit, LookUp, Tell
+from baton_core.effects import Connect, Effect, LookUp, Tell
 from baton_core.errors import Verdict
 from baton_core.events import (
     Abort,
@@ -40,6 +41,7 @@ class Farewell:
     """A leg that ended here before prefill could be told: it is told when the look-up answers."""
 
     room: Room
+    attempt: int
     verdict: Verdict
     expires_at: Millis
 
@@ -64,6 +66,8 @@ class DecodeCore:
         self.farewells: OrderedDict[RequestId, Farewell] = OrderedDict()
         self.running: StepPlan | None = None
         self.steps = 0
+        # Every request is an attempt of its own, so that nothing said or written in an earlier life of its room fits it.
+        self.attempts = 0
 
     # -- the four calls of a driver
 
@@ -100,8 +104,10 @@ class DecodeCore:
     def tick(self, now: Millis) -> list[Effect]:
         """Deadlines; needs no new work to fire."""
         for handoff in self.ledger.overdue(now):
-            self._remember_farewell(handoff, handoff.to_finish, now)
+            resolving = handoff.phase is Phase.RESOLVING
             self.ledger.expire(handoff, now)
+            if resolving and handoff.to_finish is not None:
+                self._keep_farewell(handoff, handoff.to_finish, now)
         while self.farewells and next(iter(self.farewells.values())).expires_at <= now:
             self.farewells.popitem(last=False)
         self.ledger.rooms.sweep(now)
@@ -123,18 +129,19 @@ class DecodeCore:
         """The running plan is computed: stream its tokens, and release what was ended meanwhile."""
         plan, self.running = self.running, None
         assert plan is not None and plan.step == result.step, f"step {result.step} is not the one that runs"
-        tokens = {one.rid: one.token for one in result.results}
+        results = {one.rid: one for one in result.results}
         for piece in plan.slices:
             handoff = self.ledger.live[piece.rid]
             if result.failed is not None:
                 self.ledger.fail(handoff, result.failed, now)
             self.ledger.step_left(handoff)
             if handoff.phase is Phase.COMPUTING:
-                handoff.computed += len(piece.tokens)
+                take_chunk(handoff, piece, results.get(piece.rid))
                 if piece.sample:
                     self.batch.seat_computed(handoff)
-            if handoff.phase is Phase.RUNNING:
-                handoff.outputs.append(tokens[piece.rid])
+                    self._stream(handoff, now)
+            elif handoff.phase is Phase.RUNNING:
+                take_token(handoff, results[piece.rid])
                 self._stream(handoff, now)
         self._order_pages(now)
         return self.ledger.take_effects()
@@ -159,7 +166,10 @@ class DecodeCore:
     # -- inputs
 
     def _submit(self, request: Request, now: Millis) -> None:
-        req = self.ledger.intake(request, now)
+        self.attempts += 1
+        req = self.ledger.intake(request, now, self.attempts)
+        if req is None:
+            return
         if req.to_finish is None:
             req.to_finish = capacity_verdict(
                 request,
@@ -183,32 +193,27 @@ class DecodeCore:
         assert bootstrap is not None and req.to_finish is not None
         if self.ledger.rooms.holder(req.room) is not None:
             return  # the room belongs to a live request, which this one must not harm
-        self._keep_farewell(req.rid, Farewell(room=req.room, verdict=req.to_finish, expires_at=self._lookup_by(now)))
+        self._keep_farewell(req, req.to_finish, now)
         self.ledger.effects.append(LookUp(rid=req.rid, bootstrap=bootstrap))
 
-    def _remember_farewell(self, req: Handoff, verdict: Verdict | None, now: Millis) -> None:
-        """A leg that ends while its prefill worker is being looked up still owes it a word."""
-        if req.phase is Phase.RESOLVING and verdict is not None:
-            self._keep_farewell(req.rid, Farewell(room=req.room, verdict=verdict, expires_at=self._lookup_by(now)))
-
-    def _keep_farewell(self, rid: RequestId, farewell: Farewell) -> None:
-        self.farewells[rid] = farewell
+    def _keep_farewell(self, req: Handoff, verdict: Verdict, now: Millis) -> None:
+        expires_at = now + self.limits.lookup_ms
+        self.farewells.pop(req.rid, None)  # the oldest stands first
+        self.farewells[req.rid] = Farewell(room=req.room, attempt=req.attempt, verdict=verdict, expires_at=expires_at)
         while len(self.farewells) > self.limits.tombstones_max:
             self.farewells.popitem(last=False)
-
-    def _lookup_by(self, now: Millis) -> Millis:
-        return now + self.limits.lookup_ms
 
     def _abort(self, rid: RequestId, verdict: Verdict, now: Millis) -> None:
         handoff = self.ledger.live.get(rid)
         if handoff is not None:
-            self._remember_farewell(handoff, verdict, now)
+            if handoff.phase is Phase.RESOLVING:
+                self._keep_farewell(handoff, verdict, now)  # it owes prefill a word, once that is found
             self.ledger.fail(handoff, verdict, now)
 
     def _stop_here(self, rid: RequestId, now: Millis) -> None:
         handoff = self.ledger.live.get(rid)
-        if handoff is None or handoff.phase in (Phase.REVOKING, Phase.DONE, Phase.FAILED):
-            return
+        if handoff is None or handoff.phase not in (Phase.ARRIVED, Phase.RUNNING):
+            return  # it ended meanwhile
         self.ledger.finish(handoff, Finish(type=FinishType.STOP), now)
 
     def _resolved(self, event: Resolved, now: Millis) -> None:
@@ -218,7 +223,11 @@ class DecodeCore:
             self.prealloc.greet(handoff, event.infos, now)
         elif farewell is not None:
             message = RoomFailed(
-                room=farewell.room, attempt=1, reason=farewell.verdict.reason, text=farewell.verdict.text
+                room=farewell.room,
+                attempt=farewell.attempt,
+                reason=farewell.verdict.reason,
+                text=farewell.verdict.text,
+                greeted=False,
             )
             peer = event.infos.incarnation
             self.ledger.effects += (Connect(infos=event.infos), Tell(peer=peer, message=message))
@@ -266,7 +275,7 @@ class DecodeCore:
         token = req.outputs[-1]
         finish = self._finish_of(req, token)
         if finish is None:
-            self.ledger.effects.append(Emit(rid=req.rid, tokens=(token,), cached_tokens=req.cached_tokens))
+            self.ledger.effects.append(self.ledger.emit(req, (token,)))
         else:
             self.ledger.finish(req, finish, now, tokens=(token,))
 

@@ -20,7 +20,7 @@ DECODE = PhaseTable(
         Phase.TRANSFERRING: (Phase.ARRIVED, Phase.REVOKING),
         Phase.ARRIVED: (Phase.RUNNING, Phase.DONE, Phase.FAILED),
         Phase.LOCAL: (Phase.COMPUTING, Phase.FAILED),
-        Phase.COMPUTING: (Phase.RUNNING, Phase.DONE, Phase.REVOKING, Phase.FAILED),
+        Phase.COMPUTING: (Phase.RUNNING, Phase.REVOKING, Phase.FAILED),
         Phase.RUNNING: (Phase.DONE, Phase.REVOKING, Phase.FAILED),
         Phase.REVOKING: (Phase.FAILED, Phase.DONE),
         Phase.DONE: (),

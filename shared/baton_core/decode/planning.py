@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from baton_core.chunks import prompt_chunk
 from baton_core.ledger import Ledger
 from baton_core.machine import Handoff, Phase, move
 from baton_core.plan import SequenceSlice
@@ -81,18 +82,7 @@ class DecodeBatch:
                 break
             count = min(budget, len(req.request.prompt) - req.computed)
             budget -= count
-            end = req.computed + count
-            req.in_step = True
-            chunks.append(
-                SequenceSlice(
-                    rid=req.rid,
-                    tokens=req.request.prompt[req.computed : end],
-                    start=req.computed,
-                    pages=req.pages,
-                    sample=end == len(req.request.prompt),
-                    sampling=req.request.sampling,
-                )
-            )
+            chunks.append(prompt_chunk(req, count))
         return chunks
 
     def _admit(self, req: Handoff, pages_wanted: PagesWanted) -> bool:

@@ -97,7 +97,8 @@ class DecodePreallocQueue:
             return False
         row = rows.allocate(1)
         assert row is not None
-        req.pages, req.row, req.opened = pages, row[0], True
+        req.pages, req.row = pages, row[0]
+        self._ledger.transfer_begins(req)
         ordered = pages[: pages_for(len(req.request.prompt), self._page_tokens)]
         self._ledger.effects.append(
             Expect(rid=req.rid, room=req.room, attempt=req.attempt, peer=req.peer, pages=ordered, row=row[0])

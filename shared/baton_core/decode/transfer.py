@@ -62,6 +62,7 @@ class DecodeTransferQueue:
         req.computed = len(req.request.prompt)
         req.cached_tokens = row.cached_tokens
         req.outputs.append(row.first_token)
+        req.newest_logprob = row.logprob
         del self.queue[req.rid]
         move(req, Phase.ARRIVED, self._ledger.effects)
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from baton_core.admission import capacity_verdict
-from baton_core.agreement import Watch
+from baton_core.agreement import KVPoll, Watch
+from baton_core.chunks import take_chunk
 from baton_core.effects import Effect, Offer, Push, Tell
 from baton_core.errors import Reason, Verdict
 from baton_core.events import (
@@ -35,7 +36,7 @@ from baton_core.pages import PagePool, pages_for
 from baton_core.plan import StepPlan, StepResult
 from baton_core.prefill.phases import PREFILL
 from baton_core.prefill.planning import PrefillWaitingQueue
-from baton_core.prefill.queue import PrefillBootstrapQueue, PrefillInflightQueue
+from baton_core.prefill.queue import PrefillBootstrapQueue, PrefillInflightQueue, transfer_verdict
 from baton_core.request import Finish, FinishType, Incarnation, Request, Room, prompt_digest
 
 
@@ -124,16 +125,14 @@ class PrefillCore:
         """The running plan is computed: push what is finished, and release what was aborted meanwhile."""
         plan, self.running = self.running, None
         assert plan is not None and plan.step == result.step, f"step {result.step} is not the one that runs"
-        tokens = {one.rid: one.token for one in result.results}
+        results = {one.rid: one for one in result.results}
         for piece in plan.slices:
             handoff = self.ledger.live[piece.rid]
             if result.failed is not None:
                 self.ledger.fail(handoff, result.failed, now)
             self.ledger.step_left(handoff)
             if handoff.phase is Phase.FORWARDING:
-                handoff.computed += len(piece.tokens)
-                if piece.sample:
-                    handoff.outputs.append(tokens[piece.rid])
+                take_chunk(handoff, piece, results.get(piece.rid))
                 self._computed(handoff, now)
         return self.ledger.take_effects()
 
@@ -158,6 +157,8 @@ class PrefillCore:
 
     def _submit(self, request: Request, now: Millis) -> None:
         req = self.ledger.intake(request, now)
+        if req is None:
+            return
         if req.to_finish is None:
             req.to_finish = self._refusal(request)
         if req.to_finish is not None and request.bootstrap is not None and not is_fake(req):
@@ -186,6 +187,8 @@ class PrefillCore:
         assert req.to_finish is not None
         if self.ledger.rooms.holder(req.room) is not None:
             return  # the room belongs to a live request, which this one must not harm
+        if self.ledger.rooms.verdict_for_app(req.room, now) is not None:
+            return  # decode's leg ended first, and knows
         orphan = self.orphans.pop(req.room, None)
         if orphan is not None:
             self._reject(orphan.peer, orphan.hello, req.to_finish)
@@ -225,12 +228,15 @@ class PrefillCore:
             self._reject(peer, hello, Verdict(reason=Reason.DUPLICATE_ROOM, text=text))
         elif len(self.orphans) >= self.limits.orphan_hellos_max:
             text = f"{len(self.orphans)} rooms wait here for their prefill leg (orphan_hellos_max); retry later"
-            self._reject(peer, hello, Verdict(reason=Reason.WAITING_FULL, text=text))
+            verdict = Verdict(reason=Reason.WAITING_FULL, text=text)
+            self._reject(peer, hello, verdict)
+            self.ledger.rooms.bury(hello.room, verdict, now, app_answered=False, peer_answered=True)
         else:
             self._keep_orphan(peer, hello, now)
 
     def _keep_orphan(self, peer: Incarnation, hello: Hello, now: Millis) -> None:
         self.orphans.pop(hello.room, None)
+        self.ledger.rooms.wipe(hello.room)
         self.orphans[hello.room] = Orphan(peer=peer, hello=hello, expires_at=now + self.limits.other_leg_ms)
         self.ledger.effects.append(Tell(peer=peer, message=NotYet(room=hello.room, attempt=hello.attempt)))
 
@@ -243,7 +249,7 @@ class PrefillCore:
             self.ledger.fail(req, verdict, now, peer_knows=True)
             return
         pages = pages_for(len(req.request.prompt), self.page_tokens)
-        req.opened = True
+        self.ledger.transfer_begins(req)
         move(req, Phase.ACCEPTED, self.ledger.effects)
         self.ledger.effects += (
             Offer(rid=req.rid, room=req.room, attempt=req.attempt, peer=peer, pages_total=pages),
@@ -251,6 +257,9 @@ class PrefillCore:
         )
 
     def _conflict(self, request: Request, hello: Hello) -> Verdict | None:
+        if (hello.room, hello.attempt) in self.ledger.transfers:
+            text = f"an earlier life of room {hello.room} is still being closed here; draw another room"
+            return Verdict(reason=Reason.DUPLICATE_ROOM, text=text)
         unlike = mismatches(self.fingerprint, hello.fingerprint)
         if unlike:
             text = f"prefill and decode cannot share KV: {'; '.join(unlike)}. Start both with the same settings."
@@ -276,11 +285,14 @@ class PrefillCore:
         orphan = self.orphans.get(message.room)
         if rid is not None:
             req = self.ledger.live[rid]
-            # Without a peer: decode gave up before it said hello (it rejected its own leg at the door).
-            if req.peer is None or (req.peer == peer and req.attempt == message.attempt):
+            unmet = req.peer is None and not message.greeted
+            if unmet or (req.peer == peer and req.attempt == message.attempt):
                 self.ledger.fail(req, message.verdict, now, peer_knows=True)
-        elif orphan is None or (orphan.peer == peer and orphan.hello.attempt == message.attempt):
-            self.orphans.pop(message.room, None)
+        elif orphan is not None and (orphan.peer == peer and orphan.hello.attempt == message.attempt):
+            del self.orphans[message.room]
+            self.ledger.rooms.bury(message.room, message.verdict, now, app_answered=False, peer_answered=True)
+        elif orphan is None and not message.greeted and self.ledger.rooms.verdict_for_peer(message.room, now) is None:
+            # Our own leg is yet to come. (Had it failed, the tombstone that waits for decode's leg is now spent.)
             self.ledger.rooms.bury(message.room, message.verdict, now, app_answered=False, peer_answered=True)
 
     def _peer_gone(self, event: PeerGone, now: Millis) -> None:
@@ -301,9 +313,8 @@ class PrefillCore:
         self.inflight.process(polls, now)
         for req in list(self.waiting.queue.values()):
             agreed = polls.get(req.rid)
-            if agreed is not None and req.phase is Phase.QUEUED and agreed.poll == 0:
-                text = agreed.text or "the transfer broke before it began"
-                self.ledger.fail(req, Verdict(reason=agreed.reason or Reason.TRANSFER_FAILED, text=text), now)
+            if agreed is not None and agreed.poll == KVPoll.Failed:
+                self.ledger.fail(req, transfer_verdict(agreed, "prefill transfer"), now)
         for poll in event.polls:
             handoff = self.ledger.live.get(poll.rid)
             if handoff is not None and handoff.phase is Phase.REVOKING and handoff.opened:
@@ -336,6 +347,7 @@ class PrefillCore:
             first_token=req.outputs[0],
             cached_tokens=req.cached_tokens,
             prompt_tokens=len(req.request.prompt),
+            logprob=req.newest_logprob,
         )
 
     def _expire_orphans(self, now: Millis) -> None:

@@ -1,5 +1,6 @@
 """Which prompt chunks the next prefill step computes."""
 
+from baton_core.chunks import prompt_chunk
 from baton_core.ledger import Ledger
 from baton_core.machine import Handoff, Phase, move
 from baton_core.pages import pages_for
@@ -34,8 +35,7 @@ class PrefillWaitingQueue:
                 break  # strictly in order: a later, smaller prompt must not starve this one
             count = min(budget, len(req.request.prompt) - req.computed)
             budget -= count
-            req.in_step = True
-            slices.append(self._slice(req, count))
+            slices.append(prompt_chunk(req, count))
         return tuple(slices)
 
     def leave(self, req: Handoff) -> None:
@@ -51,14 +51,3 @@ class PrefillWaitingQueue:
         req.pages = pages
         move(req, Phase.FORWARDING, self._ledger.effects)
         return True
-
-    def _slice(self, req: Handoff, count: int) -> SequenceSlice:
-        end = req.computed + count
-        return SequenceSlice(
-            rid=req.rid,
-            tokens=req.request.prompt[req.computed : end],
-            start=req.computed,
-            pages=req.pages,
-            sample=end == len(req.request.prompt),
-            sampling=req.request.sampling,
-        )

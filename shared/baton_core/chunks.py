@@ -1,0 +1,54 @@
+"""A chunk of a prompt as a slice of a step, and what comes back from it: the same for prefill and colocated decode."""
+
+from baton_core.machine import Handoff
+from baton_core.plan import SequenceResult, SequenceSlice
+from baton_core.request import TokenLogprob
+
+
+def prompt_chunk(req: Handoff, tokens: int) -> SequenceSlice:
+    """The next `tokens` tokens of the prompt, with the scoring that the client asked for; the request is in the step."""
+    prompt = req.request.prompt
+    start, end = req.computed, req.computed + tokens
+    score_from, score = _scoring(req, start, end)
+    req.in_step = True
+    return SequenceSlice(
+        rid=req.rid,
+        tokens=prompt[start:end],
+        start=start,
+        pages=req.pages,
+        sample=end == len(prompt),
+        sampling=req.request.sampling,
+        score_from=score_from,
+        score=score,
+    )
+
+
+def take_chunk(req: Handoff, piece: SequenceSlice, result: SequenceResult | None) -> None:
+    """The chunk is computed: note its scores and, at the end of the prompt, the first token. Mutates `req`."""
+    req.computed += len(piece.tokens)
+    if piece.start == 0 and req.request.sampling.prompt_logprobs_from == 0:
+        req.prompt_logprobs.append(TokenLogprob(token=req.request.prompt[0], logprob=None))
+    if result is not None:
+        req.prompt_logprobs += result.scored
+        take_token(req, result)
+
+
+def take_token(req: Handoff, result: SequenceResult) -> None:
+    """Note a drawn token and its logprob. Mutates `req`."""
+    if result.token is not None:
+        req.outputs.append(result.token)
+        req.newest_logprob = result.logprob
+
+
+def scored_from(req: Handoff) -> int:
+    """First position whose logits must be computed for the client's prompt logprobs; the prompt's length if none are."""
+    start = req.request.sampling.prompt_logprobs_from
+    return len(req.request.prompt) if start is None else max(start, 1) - 1
+
+
+def _scoring(req: Handoff, start: int, end: int) -> tuple[int, tuple[int, ...]]:
+    first = max(start, scored_from(req))
+    if first >= end:
+        return 0, ()
+    # The logits of position p judge the token at p + 1; the last position's judge the token that is drawn.
+    return first - start, req.request.prompt[first + 1 : end + 1]
