@@ -98,6 +98,11 @@ class DrainBegan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FlushCache:
+    """Return every cached page that nobody uses to the pool."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AgreedPoll:
     """What all ranks of the unit agree on about one handoff: the minimum of what each saw.
 
@@ -124,5 +129,5 @@ class Observed:
     polls: tuple[AgreedPoll, ...]
 
 
-Input = Submit | Abort | AbortAll | StopHere | Resolved | LookupFailed | PeerSaid | PeerGone | DrainBegan
+Input = Submit | Abort | AbortAll | StopHere | Resolved | LookupFailed | PeerSaid | PeerGone | DrainBegan | FlushCache
 Event = Input | Observed

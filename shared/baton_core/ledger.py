@@ -15,7 +15,8 @@ from baton_core.limits import Limits, Millis
 from baton_core.machine import Handoff, Phase, PhaseTable, move
 from baton_core.messages import RoomFailed
 from baton_core.pages import PagePool
-from baton_core.request import FAKE_HOST, Finish, FinishType, Request, RequestId, Room
+from baton_core.prefix import PrefixCache
+from baton_core.request import FAKE_HOST, Finish, FinishType, PageId, Request, RequestId, Room
 from baton_core.rooms import RoomTable
 
 
@@ -27,6 +28,7 @@ class Ledger:
         self.limits = limits
         self.pool = pool
         self.rows = rows
+        self.cache: PrefixCache | None = None
         self.rooms = RoomTable(limits)
         self.live: dict[RequestId, Handoff] = {}
         # Attempts that the transfer backend knows. A room may be used again while its old life is still being revoked.
@@ -154,6 +156,12 @@ class Ledger:
         del self.transfers[handoff.room, handoff.attempt]
         self.effects.append(Forget(room=handoff.room, attempt=handoff.attempt))
 
+    def allocate(self, pages: int) -> tuple[PageId, ...] | None:
+        """Pages from the pool, at the expense of cached ones that nobody uses; None if there are not as many."""
+        if self.cache is not None and pages > self.pool.free:
+            self.cache.evict(pages - self.pool.free)
+        return self.pool.allocate(pages)
+
     def free_row(self, handoff: Handoff) -> None:
         """Give back the metadata row: it was read, and its one writer is done."""
         if handoff.row is not None and self.rows is not None:
@@ -219,11 +227,25 @@ class Ledger:
         self._leave(handoff, Phase.FAILED if handoff.to_finish is not None else Phase.DONE, handoff.to_finish)
 
     def _leave(self, handoff: Handoff, end: Phase, verdict: Verdict | None) -> None:
-        self.pool.release(handoff.pages)
-        handoff.pages = ()
+        self.pool.release(self._pages_to_free(handoff))
+        handoff.pages = handoff.shared = ()
         self.free_row(handoff)
         move(handoff, end, self.effects, verdict=verdict)
         del self.live[handoff.rid]
+
+    def _pages_to_free(self, handoff: Handoff) -> list[PageId]:
+        """Pages that go back to the pool now: what was computed well stays in the prefix cache, if there is one."""
+        if self.cache is None:
+            return list(handoff.pages)
+        own = handoff.pages[len(handoff.shared) :]
+        trusted = handoff.to_finish is None or handoff.to_finish.reason is not Reason.DEVICE_FAULT
+        computed = handoff.computed // self.cache.page_tokens if trusted else 0
+        whole = max(computed, len(handoff.shared))
+        tokens = handoff.request.prompt[: whole * self.cache.page_tokens]
+        left = self.cache.insert(tokens, handoff.pages[:whole]) + list(handoff.pages[whole:])
+        self.cache.unlock(handoff.shared)
+        assert len(left) <= len(own)
+        return left
 
 
 def is_fake(handoff: Handoff) -> bool:

@@ -13,6 +13,7 @@ from baton_core.effects import Effect, Moved
 from baton_core.errors import Verdict
 from baton_core.events import BootstrapInfos
 from baton_core.limits import Millis
+from baton_core.prefix import Node
 from baton_core.request import Incarnation, PageId, Request, RequestId, Room, TokenLogprob
 
 
@@ -70,6 +71,7 @@ class Handoff:
     peer: Incarnation | None = None
     infos: BootstrapInfos | None = None
     pages: tuple[PageId, ...] = ()
+    shared: tuple[Node, ...] = ()  # the first of `pages`, which the prefix cache owns and this request has locked
     row: int | None = None
     opened: bool = False  # the transfer backend knows this attempt: Offer or Expect was performed
     in_step: bool = False  # a running plan names it

@@ -6,15 +6,14 @@
               └─ page 2   " briefly: what is" …
 
 A node is one full page, keyed by its tokens below its parent. A node in use (`locks`) is never evicted; of the rest the
-leaf that was used longest ago goes first, ties by age. Everything depends on agreed facts only, so every rank keeps the
-same tree. (RadixAttention, Zheng et al. 2023, at the granularity of pages.)
+leaf that was used longest ago goes first; time is a count of uses. So everything depends on agreed facts only, and every
+rank keeps the same tree. (RadixAttention, Zheng et al. 2023, at the granularity of pages.)
 """
 
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton_core.limits import Millis
 from baton_core.pages import PagePool
 from baton_core.request import PageId
 
@@ -23,13 +22,13 @@ PageTokens = tuple[int, ...]
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One cached page. `ordinal` counts nodes in order of birth and breaks ties."""
+    """One cached page. `used_at` is the use count of the cache at its last use; `ordinal` is its place by birth."""
 
     key: PageTokens
     page: PageId
     parent: "Node | None"
     ordinal: int
-    used_at: Millis
+    used_at: int
     locks: int = 0
     children: dict[PageTokens, "Node"] = field(default_factory=dict)
 
@@ -39,9 +38,10 @@ class PrefixCache:
 
     def __init__(self, pool: PagePool, page_tokens: int) -> None:
         self._pool = pool
-        self._page_tokens = page_tokens
+        self.page_tokens = page_tokens
         self._roots: dict[PageTokens, Node] = {}
         self._born = 0
+        self._uses = 0
         self.pages = 0
         self.hit_tokens = 0
         self.asked_tokens = 0
@@ -50,7 +50,7 @@ class PrefixCache:
         """The cached pages that `prompt` begins with, short of the whole: its last token must be computed."""
         nodes: list[Node] = []
         level = self._roots
-        for key in self._keys(prompt, (len(prompt) - 1) // self._page_tokens):
+        for key in self._keys(prompt, (len(prompt) - 1) // self.page_tokens):
             node = level.get(key)
             if node is None:
                 break
@@ -58,13 +58,17 @@ class PrefixCache:
             level = node.children
         return nodes
 
-    def lock(self, nodes: Sequence[Node], prompt_tokens: int, now: Millis) -> None:
+    def lock(self, nodes: Sequence[Node]) -> None:
         """Somebody reads these pages: keep them."""
+        self._uses += 1
         for node in nodes:
             node.locks += 1
-            node.used_at = now
-        self.hit_tokens += len(nodes) * self._page_tokens
-        self.asked_tokens += prompt_tokens
+            node.used_at = self._uses
+
+    def count(self, hit_tokens: int, asked_tokens: int) -> None:
+        """A prompt of `asked_tokens` was admitted with `hit_tokens` of it from the cache."""
+        self.hit_tokens += hit_tokens
+        self.asked_tokens += asked_tokens
 
     def unlock(self, nodes: Sequence[Node]) -> None:
         """The reader is done. Asserts that it had locked them."""
@@ -72,24 +76,25 @@ class PrefixCache:
             assert node.locks > 0, f"page {node.page} was not locked"
             node.locks -= 1
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[PageId], now: Millis) -> list[PageId]:
+    def insert(self, tokens: Sequence[int], pages: Sequence[PageId]) -> list[PageId]:
         """Take over the full pages of a computed prompt; returns the pages that it does not keep.
 
         `pages[i]` holds `tokens[i * page_tokens : …]`. A page whose tokens are cached already (by this very page or by
         another) is not kept twice.
         """
-        kept = len(tokens) // self._page_tokens
+        self._uses += 1
+        kept = len(tokens) // self.page_tokens
         left: list[PageId] = list(pages[kept:])
         level, parent = self._roots, None
         for key, page in zip(self._keys(tokens, kept), pages, strict=False):
             node = level.get(key)
             if node is None:
                 self._born += 1
-                node = level[key] = Node(key, page, parent, self._born, now)
+                node = level[key] = Node(key, page, parent, self._born, self._uses)
                 self.pages += 1
             elif node.page != page:
                 left.append(page)
-            node.used_at = now
+            node.used_at = self._uses
             level, parent = node.children, node
         return left
 
@@ -115,7 +120,7 @@ class PrefixCache:
         return self.evict(self.pages)
 
     def _keys(self, tokens: Sequence[int], count: int) -> list[PageTokens]:
-        size = self._page_tokens
+        size = self.page_tokens
         return [tuple(tokens[index * size : (index + 1) * size]) for index in range(count)]
 
     def _leaves(self) -> list[Node]:

@@ -80,7 +80,7 @@ def _gauges(core: PrefillCore | DecodeCore, links: Links) -> dict[str, float]:
     gauges: dict[str, float] = {
         "pages": ledger.pool.total,
         "pages_free": ledger.pool.free,
-        "pages_cached": 0,
+        "pages_cached": 0 if ledger.cache is None else ledger.cache.pages,
         "live_requests": len(ledger.live),
         "tombstones": ledger.rooms.tombstones,
         "links": len(links.peers),
@@ -109,6 +109,9 @@ def _counters(core: PrefillCore | DecodeCore, links: Links) -> dict[str, float]:
         "link_bad_frames_total": links.bad_frames,
         "link_dropped_frames_total": links.dropped_frames,
     }
+    if core.ledger.cache is not None:
+        counters["prefix_hit_tokens_total"] = core.ledger.cache.hit_tokens
+        counters["prefix_asked_tokens_total"] = core.ledger.cache.asked_tokens
     for reason, count in core.ledger.rejections.items():
         counters[f"admission_rejections_total{{reason={reason.name.lower()}}}"] = count
     return counters

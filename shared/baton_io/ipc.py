@@ -104,6 +104,7 @@ TO_RANK = Codec(
         7: events.DrainBegan,
         8: Ping,
         9: Stop,
+        10: events.FlushCache,
     }
 )
 """Codec of the app-to-rank direction."""

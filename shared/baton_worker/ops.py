@@ -14,6 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from baton_core.errors import BatonError, ClientError, Overloaded, Reason, Verdict
+from baton_core.events import FlushCache
 from baton_core.limits import Millis
 from baton_core.request import FAKE_HOST, Bootstrap, FinishType, Sampling
 from baton_worker.config import Role
@@ -218,7 +219,11 @@ class Ops:
         return json_response({"timestamp": now, "version": version("baton"), "loads": [load]})
 
     async def flush_cache(self, _request: HttpRequest) -> Response:
-        """Nothing outlives its request yet, so that there is nothing to flush."""
+        """Return every cached page to the pool; 400 while requests are live, whose pages would stay."""
+        live = len(self._worker.streams)
+        if live:
+            return PlainTextResponse(f"Cache not flushed: {live} requests are live.\n", 400)
+        self._worker.tell(FlushCache())
         return PlainTextResponse("Cache flushed.\n")
 
     async def abort_request(self, request: HttpRequest) -> Response:

@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from baton_core.errors import Overloaded, Reason
-from baton_core.events import Abort, AbortAll, DrainBegan, LookupFailed, Resolved, StopHere, Submit
+from baton_core.events import Abort, AbortAll, DrainBegan, FlushCache, LookupFailed, Resolved, StopHere, Submit
 from baton_io.codec import FrameError
 from baton_io.ipc import (
     TO_APP,
@@ -29,7 +29,7 @@ from baton_io.ipc import (
     Stop,
 )
 
-ToRank = Submit | Abort | AbortAll | StopHere | Resolved | LookupFailed | DrainBegan | Ping | Stop
+ToRank = Submit | Abort | AbortAll | StopHere | Resolved | LookupFailed | DrainBegan | FlushCache | Ping | Stop
 FromRank = RankReady | LoadProgress | Emits | LookUps | PeersLost | Snapshot | RankFailed
 
 FRAME_BYTES_MAX = 64 * 1024 * 1024

@@ -64,6 +64,14 @@ class Stack:
             answers = [await client.get(f"{url}/debug/snapshot") for url in self.worker_urls()]
         return [answer.json()["snapshot"]["gauges"] for answer in answers]
 
+    async def flush(self) -> None:
+        """Empty every prefix cache, once nothing is live."""
+        await self.idle_snapshots()
+        async with httpx.AsyncClient(timeout=REQUEST_S) as client:
+            for url in self.worker_urls():
+                answer = await client.post(f"{url}/flush_cache")
+                assert answer.status_code == 200, answer.text
+
     async def idle_snapshots(self) -> list[dict[str, Any]]:
         """The gauges once nothing is live any more; fails if that does not come about."""
         taken: list[dict[str, Any]] = []

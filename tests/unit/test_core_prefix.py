@@ -13,11 +13,11 @@ def made(total: int = 32) -> tuple[PagePool, PrefixCache]:
     return pool, PrefixCache(pool, SIZE)
 
 
-def cached(pool: PagePool, cache: PrefixCache, tokens: list[int], now: int = 0) -> tuple[int, ...]:
+def cached(pool: PagePool, cache: PrefixCache, tokens: list[int]) -> tuple[int, ...]:
     """A prompt that was computed and finished; returns its pages."""
     pages = pool.allocate(-(-len(tokens) // SIZE))
     assert pages is not None
-    pool.release(cache.insert(tokens, pages, now))
+    pool.release(cache.insert(tokens, pages))
     return pages
 
 
@@ -49,16 +49,16 @@ def test_inserting_the_very_pages_that_were_matched_gives_none_of_them_back() ->
     first = cached(pool, cache, list(range(8)))
     more = pool.allocate(1)
     assert more is not None
-    assert cache.insert(list(range(12)), [*first, *more], 1) == []
+    assert cache.insert(list(range(12)), [*first, *more]) == []
     assert cache.pages == 3
 
 
 def test_the_leaf_used_longest_ago_is_evicted_first_and_a_locked_page_never() -> None:
     pool, cache = made()
-    cached(pool, cache, [1] * 8, now=1)
-    cached(pool, cache, [2] * 8, now=2)
+    cached(pool, cache, [1] * 8)
+    cached(pool, cache, [2] * 8)
     locked = cache.match([1] * 9)
-    cache.lock(locked, 9, now=3)
+    cache.lock(locked)
     assert cache.evict(1) == 1
     assert len(cache.match([2] * 9)) == 1, "its leaf went, its first page stayed"
     assert cache.flush() == 1
@@ -72,12 +72,12 @@ def test_two_ranks_that_see_the_same_keep_the_same_tree() -> None:
     def life(seed: int) -> tuple[int, list[int]]:
         draw = random.Random(seed)
         pool, cache = made(12)
-        for now in range(200):
+        for _ in range(200):
             tokens = [draw.randrange(2) for _ in range(draw.randrange(1, 20))]
             need = -(-len(tokens) // SIZE)
             if pool.free < need:
                 cache.evict(need - pool.free)
-            cached(pool, cache, tokens, now)
+            cached(pool, cache, tokens)
             assert pool.free + cache.pages == pool.total
         return cache.pages, [pool.free]
 

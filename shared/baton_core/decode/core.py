@@ -19,6 +19,7 @@ from baton_core.events import (
     AgreedPoll,
     DrainBegan,
     Event,
+    FlushCache,
     LookupFailed,
     Observed,
     PeerGone,
@@ -96,6 +97,8 @@ class DecodeCore:
                 self._observed(event, now)
             case DrainBegan():
                 self.ledger.draining = True
+            case FlushCache():
+                pass  # decode keeps no cache yet
             case _:
                 assert_never(event)
         self._order_pages(now)

@@ -19,6 +19,7 @@ from baton_core.events import (
     AgreedPoll,
     DrainBegan,
     Event,
+    FlushCache,
     LookupFailed,
     Observed,
     PeerGone,
@@ -37,6 +38,7 @@ from baton_core.plan import StepPlan, StepResult
 from baton_core.prefill.phases import PREFILL
 from baton_core.prefill.planning import PrefillWaitingQueue
 from baton_core.prefill.queue import PrefillBootstrapQueue, PrefillInflightQueue, transfer_verdict
+from baton_core.prefix import PrefixCache
 from baton_core.request import Finish, FinishType, Incarnation, Request, Room, prompt_digest
 
 
@@ -60,6 +62,7 @@ class PrefillCore:
         page_tokens: int,
         context_tokens: int,
         fingerprint: str,
+        prefix_cache: bool = True,
         dp_rank: int = 0,
     ) -> None:
         self.limits = limits
@@ -69,6 +72,8 @@ class PrefillCore:
         self.dp_rank = dp_rank
         self.ledger = Ledger(PREFILL, limits, PagePool(pool_pages), rows=None)
         self.ledger.on_leave = self._on_leave
+        if prefix_cache:
+            self.ledger.cache = PrefixCache(self.ledger.pool, page_tokens)
         self.bootstrap = PrefillBootstrapQueue(self.ledger)
         self.waiting = PrefillWaitingQueue(self.ledger, page_tokens)
         self.inflight = PrefillInflightQueue(self.ledger)
@@ -96,6 +101,9 @@ class PrefillCore:
                 self._observed(event, now)
             case DrainBegan():
                 self.ledger.draining = True
+            case FlushCache():
+                if self.ledger.cache is not None:
+                    self.ledger.cache.flush()
             case StopHere() | Resolved() | LookupFailed():
                 pass  # decode's business: prefill answers with one token and looks nothing up
             case _:
@@ -119,6 +127,8 @@ class PrefillCore:
             return None
         self.steps += 1
         self.running = StepPlan(step=self.steps, slices=slices)
+        for piece in slices:
+            self._push_shared(self.ledger.live[piece.rid])
         return self.running
 
     def commit(self, result: StepResult, now: Millis) -> list[Effect]:
@@ -339,6 +349,14 @@ class PrefillCore:
         if done:
             deadline = now + self.limits.transfer_stall_ms
             move(req, Phase.INFLIGHT, self.ledger.effects, stage_deadline_at=deadline)
+
+    def _push_shared(self, req: Handoff) -> None:
+        """Cached pages need not wait for the first chunk."""
+        if req.shared and req.pushed == 0 and not is_fake(req):
+            pages = req.pages[: len(req.shared)]
+            self.ledger.effects.append(Push(room=req.room, attempt=req.attempt, first=0, pages=pages))
+            req.pushed = len(pages)
+            self.inflight.add(req)
 
     def _row(self, req: Handoff) -> MetadataRow:
         return MetadataRow(

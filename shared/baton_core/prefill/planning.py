@@ -1,6 +1,6 @@
 """Which prompt chunks the next prefill step computes."""
 
-from baton_core.chunks import prompt_chunk
+from baton_core.chunks import prompt_chunk, scored_from
 from baton_core.ledger import Ledger
 from baton_core.machine import Handoff, Phase, move
 from baton_core.pages import pages_for
@@ -45,9 +45,21 @@ class PrefillWaitingQueue:
     def _admit(self, req: Handoff) -> bool:
         if req.phase is Phase.FORWARDING:
             return True
-        pages = self._ledger.pool.allocate(pages_for(len(req.request.prompt), self._page_tokens))
-        if pages is None:
+        cache, prompt = self._ledger.cache, req.request.prompt
+        # Positions whose logits are asked for must be computed, cached or not.
+        usable = scored_from(req) // self._page_tokens
+        shared = () if cache is None else tuple(cache.match(prompt)[:usable])
+        if cache is not None:
+            cache.lock(shared)
+        own = self._ledger.allocate(pages_for(len(prompt), self._page_tokens) - len(shared))
+        if own is None:
+            if cache is not None:
+                cache.unlock(shared)
             return False
-        req.pages = pages
+        req.shared = shared
+        req.pages = tuple(node.page for node in shared) + own
+        req.computed = req.cached_tokens = len(shared) * self._page_tokens
+        if cache is not None:
+            cache.count(req.cached_tokens, len(prompt))
         move(req, Phase.FORWARDING, self._ledger.effects)
         return True

@@ -1,0 +1,359 @@
+"""Clients and a router: rooms are drawn, both legs are sent, and now and then somebody misbehaves.
+
+Every leg's answer is checked token by token against the oracle; `pairs` remember enough to say, at the end, whether the
+other leg was told in time and with the same reason.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from baton_core.effects import Emit
+from baton_core.errors import Reason, Verdict
+from baton_core.events import Abort, StopHere, Submit
+from baton_core.pages import pages_for
+from baton_core.request import FAKE_HOST, Bootstrap, Finish, FinishType, Request, RequestId, Sampling
+from simulation.invariants import check_cause, require
+from simulation.oracle import VOCABULARY, Oracle, logprob_of
+
+if TYPE_CHECKING:
+    from simulation.process import Process
+    from simulation.world import World
+
+
+@dataclass(slots=True, kw_only=True)
+class Leg:
+    """One request at one worker."""
+
+    request: Request
+    side: str
+    worker: str
+    pair: "Pair"
+    sent_at: int | None = None
+    process: "Process | None" = None
+    ended_at: int | None = None
+    finish: Finish | None = None
+    verdict: Verdict | None = None  # why it failed; None with an answer
+    tokens: int = 0
+    stop_after: int = 0  # the app finds a stop string after so many tokens
+    stopping: bool = False
+    leave_after: int = 0  # the client leaves after so many tokens
+    oracle: Oracle | None = None
+    cancelled: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Pair:
+    """The legs of one request."""
+
+    legs: list[Leg] = field(default_factory=list)
+    plain: bool = True  # nothing is wrong with it: with everybody well it must succeed
+    own_room: bool = True  # nobody else uses its room
+    told: bool = True  # both workers can speak to each other about it
+    careless: bool = False
+
+    def other(self, leg: Leg) -> Leg | None:
+        """The other leg, if there are two."""
+        return next((one for one in self.legs if one is not leg), None) if len(self.legs) == 2 else None
+
+
+class Clients:
+    """Everybody who sends requests."""
+
+    def __init__(self, world: "World") -> None:
+        self.world = world
+        self._prompts: list[tuple[int, ...]] = []
+        self.pairs: list[Pair] = []
+        self.legs: dict[tuple[int, RequestId], Leg] = {}
+        self._rooms: dict[int, Pair] = {}  # the newest pair of each room, newest last
+        self.open = world.shape.requests  # legs without an answer, and requests still to come
+        for number in range(world.shape.requests):
+            world.at(world.random.randrange(world.shape.arrivals_ms), self._plan_request, number)
+
+    # -- what is asked
+
+    def _plan_request(self, number: int) -> None:
+        world, shape = self.world, self.world.shape
+        random, manners = world.random, world.shape.manners
+        self.open -= 1
+        length = random.randint(1, shape.prompt_most)
+        if random.random() < 0.03:
+            length = shape.context_tokens + 1 if shape.context_tokens < 200 else shape.decode_pages * shape.page_tokens
+        prompt = self._prompt(length)
+        most = random.randint(0, shape.answer_most)
+        stops = tuple(random.sample(range(VOCABULARY), 15)) if random.random() < 0.3 else ()
+        sampling = Sampling(
+            max_new_tokens=most,
+            min_new_tokens=min(1, most),
+            stop_token_ids=stops,
+            logprobs=1 if random.random() < 0.2 else None,
+        )
+        if sampling.logprobs is not None and random.random() < 0.5:
+            sampling = replace(sampling, prompt_logprobs_from=random.randrange(length))
+        pair = Pair(careless=random.random() < manners.careless)
+        self.pairs.append(pair)
+        rid = f"r{number}"
+        prefill, decode = f"P{random.randrange(shape.prefills)}", f"D{random.randrange(shape.decodes)}"
+        if random.random() < manners.colocated:
+            self._leg(pair, Request(rid=rid, prompt=prompt, sampling=sampling), "decode", decode, 0)
+        elif random.random() < manners.fake_host:
+            bootstrap = Bootstrap(host=FAKE_HOST, port=1, room=0)
+            request = Request(rid=rid, prompt=prompt, sampling=sampling, bootstrap=bootstrap)
+            self._leg(
+                pair, request, *random.choice((("decode", decode), ("prefill", prefill), ("prefill", prefill))), 0
+            )
+        else:
+            self._plan_pair(pair, rid, prompt, sampling, (prefill, decode))
+
+    def _prompt(self, length: int) -> tuple[int, ...]:
+        """Half of the prompts begin like an earlier one, so that the prefix cache has something to share."""
+        random = self.world.random
+        fresh = tuple(random.randrange(VOCABULARY) for _ in range(length))
+        if self._prompts and random.random() < 0.5:
+            like = self._prompts[random.randrange(len(self._prompts))][: random.randint(1, length)]
+            fresh = like + fresh[len(like) :]
+        self._prompts.append(fresh)
+        return fresh
+
+    def _plan_pair(
+        self,
+        pair: Pair,
+        rid: str,
+        prompt: tuple[int, ...],
+        sampling: Sampling,
+        workers: tuple[str, str],
+    ) -> None:
+        world, random, manners = self.world, self.world.random, self.world.shape.manners
+        room = random.randrange(1, 1 << 40)
+        if random.random() < manners.room_reused:
+            earlier = self._used_room(pair)
+            if earlier is not None:
+                room = earlier.legs[0].request.room
+                if len(earlier.legs) == 2 and random.random() < 0.6:
+                    workers = earlier.legs[0].worker, earlier.legs[1].worker
+        self._rooms.pop(room, None)
+        self._rooms[room] = pair
+        bootstrap = Bootstrap(host=workers[0], port=1, room=room)
+        legs = [("prefill", workers[0]), ("decode", workers[1])]
+        if random.random() < manners.leg_missing:
+            del legs[random.randrange(2)]
+            pair.plain = pair.told = False
+            world.fault("leg_missing", None)
+        late = random.choice((0, 5, 5, 50, 500)) if world.shape.profile != "free" else 50
+        for side, worker in legs:
+            asked = prompt
+            if side == "decode" and random.random() < manners.prompt_differs:
+                asked = (*prompt[:-1], (prompt[-1] + 1) % VOCABULARY)
+                pair.plain = False
+                world.fault("prompt_differs", None)
+            rejected = None
+            if random.random() < manners.intake_reject:
+                rejected = Verdict(reason=Reason.INVALID_REQUEST, text="temperature must be at least 0")
+                pair.plain = False
+                world.fault("intake_reject", None)
+            request = Request(rid=rid, prompt=asked, sampling=sampling, bootstrap=bootstrap, rejected=rejected)
+            self._leg(pair, request, side, worker, int(random.random() * late))
+        if random.random() < manners.leg_repeated:
+            self._repeat(pair, rid)
+
+    def _used_room(self, pair: Pair) -> Pair | None:
+        """Whose room to use again: both sides finished it, well or a while ago; now and then it is still in use."""
+        world, random = self.world, self.world.random
+        if not self._rooms:
+            return None
+        earlier = self._rooms[random.choice(list(self._rooms)[-6:])]
+        legs = earlier.legs
+        over = len(legs) == 2 and all(leg.process is not None and leg.ended_at is not None for leg in legs)
+        well = over and all(leg.verdict is None for leg in legs)
+        gap = 300 + 6 * world.shape.latency_ms
+        long_ago = over and all(world.now - (leg.ended_at or 0) > gap for leg in legs)
+        if not earlier.own_room or not (well or long_ago):
+            if random.random() < 0.5:
+                return None
+            earlier.plain = earlier.own_room = pair.plain = pair.own_room = False
+        world.fault("room_reused", None)
+        return earlier
+
+    def _repeat(self, pair: Pair, rid: str) -> None:
+        """Somebody sends one leg a second time, under the same room."""
+        world = self.world
+        side, first = world.random.choice([(leg.side, leg) for leg in pair.legs])
+        pair.plain = pair.own_room = False
+        world.fault("leg_repeated", None)
+        again = first.request
+        request = Request(rid=f"{rid}b", prompt=again.prompt, sampling=again.sampling, bootstrap=again.bootstrap)
+        twin = Pair(plain=False, own_room=False, told=False)
+        self.pairs.append(twin)
+        worker = first.worker if side == "prefill" else f"D{world.random.randrange(world.shape.decodes)}"
+        self._leg(twin, request, side, worker, world.random.randrange(100))
+
+    def _leg(self, pair: Pair, request: Request, side: str, worker: str, at: int) -> None:
+        world, random, manners = self.world, self.world.random, self.world.shape.manners
+        leg = Leg(request=request, side=side, worker=worker, pair=pair)
+        shape = world.shape
+        pages = shape.prefill_pages if side == "prefill" else shape.decode_pages
+        tokens = len(request.prompt)
+        if tokens >= shape.context_tokens or pages_for(tokens + 1, shape.page_tokens) > pages:
+            pair.plain = False
+        if shape.other_layouts or shape.other_ranks:
+            pair.plain = False
+        pair.legs.append(leg)
+        self.open += 1
+        world.at(at, self._send, leg)
+        if side == "decode" and random.random() < manners.stop_here:
+            leg.stop_after = random.randint(1, 4)
+        lone = request.room == 0
+        habit = manners.lone_abort if lone else manners.client_abort
+        if random.random() < habit:
+            pair.plain = False
+            if side == "decode" and random.random() < 0.5:
+                leg.leave_after = random.choice((1, 1, 2, 3))
+            else:
+                soon = random.choice((5, 30, 60, 100, 300) if lone else (5, 30, 30, 300, 1_000))
+                world.at(at + random.randrange(soon), self._give_up, pair)
+
+    def _send(self, leg: Leg) -> None:
+        process = self.world.processes[leg.worker]
+        leg.sent_at = self.world.now
+        if leg.cancelled:
+            self._end(leg, None, Verdict(reason=Reason.CLIENT_GONE, text="never sent"))
+            return
+        if not process.alive:
+            self._end(leg, None, Verdict(reason=Reason.WORKER_LOST, text="connection refused"))
+            return
+        leg.process = process
+        leg.oracle = Oracle(leg.request.prompt, self.world.shape.page_tokens)
+        self.legs[process.life, f"{process.name}/{leg.request.rid}"] = leg
+        process.put(Submit(request=leg.request))
+
+    def _give_up(self, pair: Pair) -> None:
+        """The client leaves: the router cancels both legs."""
+        verdict = Verdict(reason=Reason.CLIENT_GONE, text="the client left")
+        for leg in pair.legs:
+            if leg.ended_at is None:
+                self.world.fault("client_abort", leg.process, leg.request.rid)
+                self.world.at(int(self.world.random.random() * 4), self._abort, leg, verdict)
+
+    def _abort(self, leg: Leg, verdict: Verdict) -> None:
+        if leg.sent_at is None:
+            leg.cancelled = self.world.random.random() < 0.7
+        if leg.ended_at is None and leg.process is not None:
+            leg.process.put(Abort(rid=leg.request.rid, verdict=verdict))
+
+    # -- what is answered
+
+    def emitted(self, process: "Process", emit: Emit) -> None:
+        """A worker says something about one of its requests: check it, and react."""
+        leg = self.legs.get((process.life, f"{process.name}/{emit.rid}"))
+        assert leg is not None and leg.oracle is not None
+        require(leg.ended_at is None, "one outcome", f"{process} {emit.rid}: {emit} after the end")
+        for token in emit.tokens:
+            wanted = leg.oracle.next()
+            require(token == wanted, "tokens", f"{process} {emit.rid} token {leg.tokens}: {token}, oracle {wanted}")
+            leg.tokens += 1
+        self._check_logprobs(process, leg, emit)
+        if emit.finish is not None:
+            self._check_finish(process, leg, emit)
+            self._end(leg, emit.finish, emit.finish.verdict)
+        elif leg.leave_after and leg.tokens >= leg.leave_after:
+            leg.leave_after = 0
+            self._give_up(leg.pair)
+        elif leg.stop_after and leg.tokens >= leg.stop_after and not leg.stopping:
+            leg.stopping = True
+            process.put(StopHere(rid=emit.rid))
+
+    def _check_logprobs(self, process: "Process", leg: Leg, emit: Emit) -> None:
+        """Logprobs come with their tokens, across the handoff too; those of the prompt once, from where it was computed."""
+        sampling, prompt = leg.request.sampling, leg.request.prompt
+        wanted = tuple(logprob_of(token) for token in emit.tokens) if sampling.logprobs is not None else ()
+        if self.world.shape.backend == "tcp":
+            require(emit.logprobs == wanted, "logprobs", f"{process} {emit.rid}: {emit.logprobs}, wanted {wanted}")
+        start = sampling.prompt_logprobs_from
+        computed_here = leg.side == "prefill" or leg.request.room == 0
+        if emit.tokens and leg.tokens == len(emit.tokens) and start is not None and computed_here:
+            found = [one.token for one in emit.prompt_logprobs]
+            require(found == list(prompt[start:]), "logprobs", f"{process} {emit.rid} prompt from {start}: {found}")
+
+    def _check_finish(self, process: "Process", leg: Leg, emit: Emit) -> None:
+        finish, sampling, shape = emit.finish, leg.request.sampling, self.world.shape
+        assert finish is not None
+        if finish.type is FinishType.ABORT:
+            require(finish.verdict is not None, "outcome", f"{process} {emit.rid} failed without a verdict")
+            if finish.verdict is not None:
+                check_cause(self.world, finish.verdict.reason, finish.verdict.text)
+        elif finish.type is FinishType.STOP and finish.matched is None:
+            require(leg.stopping, "outcome", f"{process} {emit.rid} stopped and nobody asked")
+        elif finish.type is FinishType.STOP:
+            ended = emit.tokens[-1:] == (finish.matched,) and finish.matched in sampling.stop_token_ids
+            require(ended, "outcome", f"{process} {emit.rid} stopped at {finish.matched}")
+        else:
+            most = min(shape.context_tokens, shape.decode_pages * shape.page_tokens) - len(leg.request.prompt)
+            wanted = 1 if leg.side == "prefill" else max(1, min(sampling.max_new_tokens, most))
+            require(leg.tokens == wanted, "outcome", f"{process} {emit.rid}: {leg.tokens} tokens, wanted {wanted}")
+
+    def look_up_failed(self, process: "Process", rid: RequestId) -> None:
+        """The way to prefill is not known: the other leg of this request cannot be told."""
+        self.legs[process.life, f"{process.name}/{rid}"].pair.told = False
+
+    def process_died(self, process: "Process") -> None:
+        """A worker is gone: its app, or the broken connection, ends what it held."""
+        verdict = Verdict(reason=Reason.WORKER_LOST, text=f"{process} died")
+        for leg in list(self.legs.values()):
+            if leg.process is process and leg.ended_at is None:
+                self._end(leg, None, verdict)
+
+    def _end(self, leg: Leg, finish: Finish | None, verdict: Verdict | None) -> None:
+        world = self.world
+        leg.ended_at, leg.finish, leg.verdict = world.now, finish, verdict
+        self.open -= 1
+        outcome = finish.type.value if verdict is None and finish is not None else verdict.reason.name.lower()  # type: ignore[union-attr]
+        world.tally.outcomes[f"{leg.side} {outcome}"] += 1
+        other = leg.pair.other(leg)
+        if verdict is not None and other is not None and other.ended_at is None and not leg.pair.careless:
+            world.at(int(world.random.random() * 20), self._abort, other, verdict)
+        if verdict is not None and leg.request.room and (other is None or other.ended_at is not None):
+            self._retry(leg)
+
+    def _retry(self, leg: Leg) -> None:
+        """Both legs ended and there is no answer: a stubborn client tries again at once, in the same room."""
+        world, random = self.world, self.world.random
+        if world.healed or leg.request.rid.count("+") > 2 or random.random() >= world.shape.manners.stubborn:
+            return
+        world.fault("room_reused", None)
+        again = Pair(plain=False, own_room=False, told=False)
+        leg.pair.own_room = leg.pair.plain = False
+        self.pairs.append(again)
+        delay = random.choice((0, 20, 200))
+        for one in leg.pair.legs:
+            request = replace(one.request, rid=f"{one.request.rid}+", rejected=None)
+            self._leg(again, request, one.side, one.worker, int(random.random() * delay))
+
+    # -- what must hold at the end
+
+    def check_end(self) -> None:
+        """Everybody has an answer; with everybody well, a good one; and nobody waited for a dead leg."""
+        for pair in self.pairs:
+            for leg in pair.legs:
+                require(leg.ended_at is not None, "one outcome", f"{leg.worker} {leg.request.rid} has none")
+                if pair.plain and self.world.shape.profile == "free":
+                    text = f"{leg.worker} {leg.request.rid} ended with {leg.verdict}, and nothing was wrong"
+                    require(leg.verdict is None, "success", text)
+            if pair.own_room and pair.told and len(pair.legs) == 2 and self.world.shape.tells_in_time:
+                for leg in pair.legs:
+                    self._check_told(leg, pair.legs[1 - pair.legs.index(leg)])
+
+    def _check_told(self, leg: Leg, other: Leg) -> None:
+        """`leg` failed: `other` ended soon after, for the same reason unless it had one of its own by then."""
+        if leg.verdict is None or leg.process is None or other.process is None or leg.verdict.reason in _SILENT:
+            return
+        assert leg.ended_at is not None and other.ended_at is not None and other.sent_at is not None
+        soon = max(leg.ended_at, other.sent_at) + self.world.told_within_ms()
+        name = f"{leg.worker} {leg.request.rid} failed at {leg.ended_at} with {leg.verdict.reason.name}"
+        theirs = None if other.verdict is None else other.verdict.reason
+        text = f"{name}; {other.worker} ended at {other.ended_at} with {theirs}"
+        require(other.ended_at <= soon or (other.verdict is None and other.side == "prefill"), "told in time", text)
+        if theirs is not None and other.ended_at > leg.ended_at and theirs != leg.verdict.reason:
+            require(other.ended_at <= soon, "same reason", text)
+
+
+_SILENT = (Reason.LOOKUP_FAILED, Reason.DEADLINE)
+"""Reasons that prefill may not hear of: its registry does not answer, or the whole budget is spent."""

@@ -1,0 +1,162 @@
+"""What must hold after every event, and when everything has come to rest."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from baton_core.effects import Moved
+from baton_core.errors import Reason
+from baton_core.ledger import Ledger
+from baton_core.machine import Handoff, Phase
+from baton_core.plan import StepPlan
+from baton_core.request import Incarnation, RequestId, Room
+
+if TYPE_CHECKING:
+    from simulation.process import Process
+    from simulation.world import World
+
+FAR = 10_000_000
+
+
+class Broken(AssertionError):
+    """An invariant does not hold; the first word of the text is its name."""
+
+
+def require(holds: bool, name: str, text: str) -> None:
+    """Raise Broken unless `holds`."""
+    if not holds:
+        raise Broken(f"{name}: {text}")
+
+
+def check_moves(process: "Process", moved: Moved) -> None:
+    """Phases follow each other along the table, from where the request really was."""
+    legal = process.legal_moves
+    require((moved.source, moved.target) in legal, "table", f"{process} {moved.rid}: {moved.source} -> {moved.target}")
+    was = process.phases.get(moved.rid, "intake")
+    require(was == moved.source, "table", f"{process} {moved.rid} was {was}, moved from {moved.source}")
+    if moved.target in ("done", "failed"):
+        process.phases.pop(moved.rid, None)
+    else:
+        process.phases[moved.rid] = moved.target
+
+
+def check_books(process: "Process") -> None:
+    """Pool and row accounting is exact, limits hold, and nothing waits without a deadline."""
+    ledger = process.ledger
+    held = rows = 0
+    now = process.now
+    for handoff in ledger.live.values():
+        held += len(handoff.pages) - len(handoff.shared)
+        rows += handoff.row is not None
+        if handoff.fenced:
+            why = handoff.in_step or handoff.opened
+            require(why, "liveness", f"{process} {handoff.rid} is fenced and waits for nothing")
+        else:
+            due = handoff.due_at
+            require(due > now, "liveness", f"{process} {handoff.rid} in {handoff.phase}: due at {due}, it is {now}")
+    pool = ledger.pool
+    cached = 0 if ledger.cache is None else ledger.cache.pages
+    books = f"{process}: {pool.free} free + {held} held + {cached} cached != {pool.total}"
+    require(pool.free + held + cached == pool.total, "pages", books)
+    if ledger.rows is not None:
+        total = ledger.rows.total
+        require(ledger.rows.free + rows == total, "rows", f"{process}: {ledger.rows.free} free + {rows} != {total}")
+    _check_limits(process, ledger)
+
+
+def check_peer_gone(process: "Process", peer: Incarnation) -> None:
+    """Nobody goes on waiting for a peer that is gone."""
+    for handoff in process.ledger.live.values():
+        waits = handoff.peer == peer and handoff.phase not in _NEEDS_NOBODY
+        require(not waits, "peer gone", f"{process} {handoff.rid} in {handoff.phase} still waits for {peer}")
+
+
+_NEEDS_NOBODY = (Phase.ARRIVED, Phase.RUNNING, Phase.REVOKING)
+
+
+def check_cause(world: "World", reason: Reason, text: str) -> None:
+    """A request fails only for reasons that the world gave."""
+    causes = _CAUSES.get(reason)
+    if causes is None:
+        return
+    found = any(world.tally.faults[kind] for kind in causes)
+    require(found, "cause", f"{reason.name} ({text}) though there was none of {', '.join(causes)}")
+
+
+_LINKS = ("frame_lost", "frame_late", "frame_repeated", "crash", "pause", "partition", "clock_jump", "slow_worker")
+_MIXED_UP = ("leg_repeated", "room_reused")
+_STREAMS = (*_LINKS, "restart", "drain", "transfer_slow", "transfer_error", "writer_stuck", "reader_stuck")
+_CAUSES: dict[Reason, tuple[str, ...]] = {
+    Reason.METADATA_CORRUPT: ("row_corrupt",),
+    Reason.TRANSFER_FAILED: _STREAMS,
+    Reason.LAYOUT_MISMATCH: ("layout_differs",),
+    Reason.PROMPT_MISMATCH: ("prompt_differs", *_MIXED_UP),
+    Reason.DP_CONFLICT: ("rank_differs",),
+    Reason.INVALID_REQUEST: ("intake_reject",),
+    Reason.DUPLICATE_ROOM: _MIXED_UP,
+    Reason.ABORTED: ("abort_all",),
+    Reason.CLIENT_GONE: ("client_abort",),
+    Reason.DRAINING: ("drain",),
+    Reason.LOOKUP_FAILED: ("lookup_failed", "crash", "drain"),
+    Reason.PEER_LOST: (*_LINKS, "lookup_stale", "drain"),
+    Reason.DEVICE_FAULT: ("step_failed",),
+    Reason.WORKER_LOST: ("crash", "drain"),
+}
+"""Of which faults a world must have seen at least one, before somebody may end for that reason."""
+
+
+def _check_limits(process: "Process", ledger: Ledger) -> None:
+    limits = ledger.limits
+    require(len(ledger.live) <= limits.waiting_max, "limits", f"{process}: {len(ledger.live)} live requests")
+    require(ledger.rooms.tombstones <= limits.tombstones_max, "limits", f"{process}: {ledger.rooms.tombstones} stones")
+    running, kept = process.queue_sizes()
+    require(running <= limits.running_max, "limits", f"{process}: {running} running")
+    require(kept <= limits.orphan_hellos_max, "limits", f"{process}: {kept} orphan hellos")
+
+
+def holder(process: "Process", rid: RequestId, room: Room, attempt: int, what: str) -> Handoff:
+    """The live handoff of this very attempt, which somebody is about to touch memory for."""
+    handoff = process.ledger.live.get(rid)
+    if handoff is None or (handoff.room, handoff.attempt) != (room, attempt):
+        raise Broken(f"law of pages: {process} {what} for {rid} room {room} attempt {attempt}, which is over")
+    return handoff
+
+
+def check_touch(process: "Process", rid: RequestId, room: Room, attempt: int, page: int, what: str) -> None:
+    """A transfer reads or writes `page` only while this very attempt holds it."""
+    handoff = holder(process, rid, room, attempt, what)
+    require(page in handoff.pages, "law of pages", f"{process} {what} page {page}, which {rid} does not hold")
+
+
+def check_row(process: "Process", rid: RequestId, room: Room, attempt: int, row: int) -> None:
+    """A metadata row is written only while this very attempt holds it."""
+    handoff = holder(process, rid, room, attempt, "writes a row")
+    require(handoff.row == row, "law of pages", f"{process} writes row {row}; {rid} holds {handoff.row}")
+
+
+def check_step(process: "Process", plan: StepPlan) -> None:
+    """Everything a running plan names is still held by the request it was planned for."""
+    for piece in plan.slices:
+        handoff = process.ledger.live.get(piece.rid)
+        if handoff is None:
+            raise Broken(f"law of pages: {process} computes {piece.rid}, which is over")
+        require(handoff.pages == piece.pages, "law of pages", f"{process} computes pages that {piece.rid} lost")
+
+
+def check_rest(processes: Sequence["Process"]) -> None:
+    """At rest nothing is left: no request, page, row, watch, transfer, unacknowledged message or memory of a room."""
+    for process in processes:
+        ledger = process.ledger
+        require(not ledger.live, "rest", f"{process}: {list(ledger.live)} live")
+        require(not process.core.watched(), "rest", f"{process}: {process.core.watched()} watched")
+        if ledger.cache is not None:
+            ledger.cache.flush()
+        require(ledger.pool.free == ledger.pool.total, "rest", f"{process}: pages are missing")
+        require(ledger.rows is None or ledger.rows.free == ledger.rows.total, "rest", f"{process}: rows are missing")
+        require(not process.transfer.kept(), "rest", f"{process}: {process.transfer.kept()} kept by the backend")
+        unacked = process.unacknowledged()
+        require(not unacked, "rest", f"{process}: {unacked} unacknowledged messages")
+        process.core.tick(process.now + FAR)
+        process.core.tick(process.now + 2 * FAR)  # what expired just now may leave a tombstone of its own
+        require(ledger.rooms.tombstones == 0, "rest", f"{process}: {ledger.rooms.tombstones} tombstones")
+        require(sum(process.memories()) == 0, "rest", f"{process}: orphans, farewells {process.memories()}")
+        require(process.core.next_deadline() is None, "rest", f"{process}: a deadline without anything waiting")

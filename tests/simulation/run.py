@@ -1,0 +1,114 @@
+"""Play seeds: `python tests/simulation/run.py --seeds 1000 --first 0`. Exits 1 at a failing seed or short coverage."""
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+if __name__ in ("__main__", "__mp_main__"):
+    here = Path(__file__).resolve().parent
+    sys.path = [str(here.parent), *(path for path in sys.path if path != str(here))]
+
+from simulation.tally import SEEDS_FOR_COVERAGE, Tally, report, shortfalls
+from simulation.world import World, tell
+
+
+@dataclass(slots=True)
+class Played:
+    """How one seed went."""
+
+    seed: int
+    cpu_ms: float
+    tally: Tally
+    failure: str = ""
+    trace: str = ""
+
+
+def play(seed: int, *, traced: bool = False) -> Played:
+    """Play one seed; never raises for what the seed finds."""
+    began = time.process_time()
+    world = None
+    failure = trace = ""
+    try:
+        world = World(seed, traced=traced)
+        world.run()
+    except Exception as error:  # noqa: BLE001 — whatever the core raises is what we look for
+        failure = f"{type(error).__name__}: {error}"
+    if world is not None and (failure or traced):
+        trace = f"  shape: {world.shape}\n{tell(world)}"
+    cpu_ms = (time.process_time() - began) * 1_000
+    return Played(
+        seed=seed, cpu_ms=cpu_ms, tally=Tally() if world is None else world.tally, failure=failure, trace=trace
+    )
+
+
+def play_many(seeds: range) -> list[Played]:
+    """Play some seeds in this process."""
+    return [play(seed) for seed in seeds]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=1_000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--trace", action="store_true", help="print every event of the seeds")
+    options = parser.parse_args(arguments)
+    if options.trace:
+        return _traced(range(options.first, options.first + options.seeds))
+    batch = max(1, min(50, options.seeds // options.jobs))
+    end = options.first + options.seeds
+    batches = [range(first, min(end, first + batch)) for first in range(options.first, end, batch)]
+    total, times, began, done = Tally(), [], time.monotonic(), 0
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(min(options.jobs, len(batches))) as pool:
+        for played in pool.imap_unordered(play_many, batches):
+            for one in played:
+                if one.failure:
+                    return _failed(one)
+                total.add(one.tally)
+                times.append(one.cpu_ms)
+            done += len(played)
+            if sys.stderr.isatty() or done % 1_000 < batch:
+                print(f"\r{done}/{options.seeds} seeds, {time.monotonic() - began:.0f} s", end="", file=sys.stderr)
+    print(file=sys.stderr)
+    return _summary(total, times, options.seeds)
+
+
+def _traced(seeds: range) -> int:
+    failed = False
+    for seed in seeds:
+        one = play(seed, traced=True)
+        print(one.trace)
+        print(f"seed {seed}: {one.failure or 'passed'} ({one.cpu_ms:.0f} ms CPU, {one.tally.events} events)")
+        failed = failed or bool(one.failure)
+    return int(failed)
+
+
+def _failed(one: Played) -> int:
+    print(f"\nseed {one.seed} failed\n  {one.failure}\n{one.trace}")
+    print(f"seed {one.seed}: {one.failure}")
+    print(f"replay: python tests/simulation/run.py --first {one.seed} --seeds 1 --trace")
+    return 1
+
+
+def _summary(total: Tally, times: list[float], seeds: int) -> int:
+    print(report(total))
+    times.sort()
+    p95 = times[min(len(times) - 1, len(times) * 95 // 100)]
+    print(f"CPU per seed: median {statistics.median(times):.1f} ms, p95 {p95:.1f} ms; {total.events} events")
+    missing = shortfalls(total)
+    if seeds >= SEEDS_FOR_COVERAGE and missing:
+        print("coverage is short:\n  " + "\n  ".join(missing))
+        return 1
+    print(f"{seeds} seeds passed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

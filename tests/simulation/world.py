@@ -1,0 +1,165 @@
+"""A seeded world: one heap of events, one random generator, workers, a network, clients and chaos.
+
+`World(seed).run()` plays it to rest and raises `Broken` (or whatever the core raised) where something is wrong. The
+same seed always plays the same way, whatever the hash seed.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from hashlib import blake2b
+from random import Random
+
+from baton_core.messages import RoomMessage
+from simulation.clients import Clients
+from simulation.faults import Chaos, Registry
+from simulation.invariants import Broken, check_rest
+from simulation.network import Network
+from simulation.process import Process
+from simulation.shape import Rates, draw_shape
+from simulation.tally import Tally
+
+TRACE_LENGTH = 40
+EVENTS_MAX = 400_000
+
+
+class World:
+    """One seed."""
+
+    def __init__(self, seed: int, *, traced: bool = False) -> None:
+        self.seed = seed
+        self.random = Random(seed)
+        self.now = 0
+        self.events = 0
+        self._heap: list[tuple[int, int, Callable[..., object], tuple[object, ...]]] = []
+        self.trace: deque[tuple[int, Process, object]] = deque(maxlen=None if traced else TRACE_LENGTH)
+        self.tally = Tally()
+        self.messages: list[RoomMessage] = []
+        self.shape = draw_shape(seed, self.random)
+        self.rates = self.shape.rates
+        self.processes: dict[str, Process] = {}
+        self.all_lives: dict[str, Process] = {}
+        self.network = Network(self)
+        self.registry = Registry(self)
+        for side, count in (("prefill", self.shape.prefills), ("decode", self.shape.decodes)):
+            for number in range(count):
+                self.start(f"{side[0].upper()}{number}", side, 1)
+        self.clients = Clients(self)
+        self.chaos = Chaos(self)
+        self.healed = False
+        for kind, wanted in (("layout_differs", self.shape.other_layouts), ("rank_differs", self.shape.other_ranks)):
+            if wanted:
+                self.fault(kind, None)
+
+    def start(self, name: str, side: str, life: int) -> None:
+        """A worker begins a life."""
+        self.processes[name] = Process(self, name, side, life)
+        self.all_lives[self.processes[name].incarnation] = self.processes[name]
+
+    # -- what everybody uses
+
+    def at(self, delay: int, call: Callable[..., object], *args: object) -> None:
+        """Call in `delay` ms; calls due at once keep their order."""
+        self.events += 1
+        heapq.heappush(self._heap, (self.now + delay, self.events, call, args))
+
+    def note(self, process: Process, what: object) -> None:
+        """One line of the trace."""
+        self.trace.append((self.now, process, what))
+
+    def living(self) -> list[Process]:
+        """Processes that are alive (perhaps paused)."""
+        return [process for process in self.processes.values() if process.alive]
+
+    def by_incarnation(self, incarnation: str) -> Process | None:
+        """The living process of that incarnation."""
+        process = self.all_lives.get(incarnation)
+        return process if process is not None and process.alive else None
+
+    def fault(self, kind: str, process: Process | None, about: object = None) -> None:
+        """Count a fault, and the phases of the requests it hits."""
+        self.tally.faults[kind] += 1
+        if process is None:
+            return
+        for rid in self._hit(process, about):
+            phase = process.phases.get(rid)
+            if phase is not None:
+                self.tally.fault_phases[kind, f"{process.side}.{phase}"] += 1
+
+    def _hit(self, process: Process, about: object) -> list[str]:
+        if isinstance(about, bytes):
+            room = self.messages[int(about)].room if about else -1
+            holder = process.ledger.rooms.holder(room)
+            return [] if holder is None else [holder]
+        if isinstance(about, list):
+            return about
+        return list(process.phases) if about is None else [str(about)]
+
+    def told_within_ms(self) -> int:
+        """How soon one leg hears of the other's failure where links are well: messages, look-up, turns of loops."""
+        return 50 + 6 * self.shape.latency_ms + 6 * self.shape.turn_ms
+
+    # -- from the first event to rest
+
+    def run(self) -> None:
+        """Play to rest. Raises Broken where an invariant does not hold."""
+        self.at(self.shape.heal_ms, self._heal)
+        last = self._latest()
+        while self._heap:
+            self.now, _, call, args = heapq.heappop(self._heap)
+            call(*args)
+            if self.healed and self.events > EVENTS_MAX * (10 if self.shape.requests > 100 else 1):
+                raise Broken(f"liveness: still busy after {self.events} events: {self._busy()}")
+            if self.healed and self.now > last:
+                raise Broken(f"liveness: still busy at {self.now} ms: {self._busy()}")
+        self.tally.events = self.events
+        self.clients.check_end()
+        check_rest(self.living())
+
+    def _latest(self) -> int:
+        limits = self.shape.limits
+        waits = limits.lookup_ms + limits.other_leg_ms + limits.transfer_stall_ms + limits.revoking_ms
+        return self.shape.heal_ms + 60_000 + limits.request_budget_ms + waits + 3 * limits.link_silent_ms
+
+    def _heal(self) -> None:
+        """No new faults from now on, and those that last end."""
+        self.rates = Rates()
+        for process in list(self.processes.values()):
+            process.slowness = 1
+            if process.draining and process.alive:
+                self.chaos.kill(process)
+            if not process.alive:
+                self.chaos.restart(process)
+            self.chaos.resume(process)
+        self.healed = True
+        self.at(100, self._rest)
+
+    def _busy(self) -> list[str]:
+        live = [
+            f"{process} {one.rid} {one.phase.value}"
+            for process in self.living()
+            for one in process.ledger.live.values()
+        ]
+        return [*live, f"{self.clients.open} legs without an answer"]
+
+    def _rest(self) -> None:
+        """End the world when nobody waits for anything any more: heartbeats alone would go on for ever."""
+        quiet = not self.clients.open and not any(
+            process.ledger.live or process.inbox or process.unacknowledged() for process in self.living()
+        )
+        if quiet:
+            self._heap.clear()
+        else:
+            self.at(100, self._rest)
+
+    def digest(self) -> str:
+        """What happened, in 16 bytes; needs a full trace."""
+        told = blake2b(digest_size=16)
+        for when, process, what in self.trace:
+            told.update(f"{when} {process} {what!r}\n".encode())
+        return told.hexdigest()
+
+
+def tell(world: World) -> str:
+    """The trace, for people."""
+    return "\n".join(f"  {when:7} {process!r:6} {what!r}" for when, process, what in world.trace)
