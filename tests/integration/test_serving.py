@@ -168,10 +168,12 @@ async def mixed(client: httpx.AsyncClient, url: str, chance: float, number: int,
 async def test_a_client_that_leaves_frees_both_workers_within_a_second(stack: Stack) -> None:
     await stack.idle_snapshots()
     body = {"text": "Tell me everything.", "sampling_params": {"max_new_tokens": 2_000, "ignore_eos": True}}
-    async with httpx.AsyncClient(timeout=60) as client:
-        async with client.stream("POST", f"{stack.url}/generate", json=body | {"stream": True}) as answer:
-            async for _ in answer.aiter_lines():
-                break
+    async with (
+        httpx.AsyncClient(timeout=60) as client,
+        client.stream("POST", f"{stack.url}/generate", json=body | {"stream": True}) as answer,
+    ):
+        async for _ in answer.aiter_lines():
+            break
 
     async def free() -> bool:
         return all(gauges["live_requests"] == 0 for gauges in await stack.snapshots())
