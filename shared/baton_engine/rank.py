@@ -61,6 +61,8 @@ class RankSettings(Protocol):
     @property
     def transfer(self) -> str: ...
     @property
+    def shm_dir(self) -> str: ...
+    @property
     def host(self) -> str: ...
     @property
     def advertise_host(self) -> str: ...
@@ -151,7 +153,8 @@ def _serve(settings: RankSettings, build: Build, app: "zmq.Socket[bytes]") -> No
     gc.freeze()
     links = Links(settings.incarnation, settings.limits)
     poker = Poker()
-    text = fingerprint({**engine.fingerprint_fields, "protocol": PROTOCOL_VERSION, "transfer": backend})
+    # Which way pages travel is agreed order by order; a worker that moves nothing fits only one that moves nothing.
+    text = fingerprint({**engine.fingerprint_fields, "protocol": PROTOCOL_VERSION, "moves_kv": backend != "fake"})
     materials = Materials(
         settings=settings,
         engine=engine,
@@ -194,11 +197,9 @@ def _settle(settings: RankSettings) -> None:
 
 
 def _backend(transfer: str) -> str:
-    if transfer == "auto":
-        return "tcp"
-    if transfer in ("tcp", "fake"):
+    if transfer in ("auto", "shm", "tcp", "fake"):
         return transfer
-    raise EngineError(f"transfer backend {transfer!r} is not available here: use --transfer tcp (or auto)")
+    raise EngineError(f"transfer backend {transfer!r} is not available here: use --transfer auto, shm or tcp")
 
 
 def _layout(engine: Engine) -> Layout:

@@ -41,6 +41,7 @@ class WorkerConfig:
     transfer: Literal["auto", "tcp", "shm", "fake"] = option(
         "auto", "how KV pages travel; auto: shm on one host, else tcp"
     )
+    shm_dir: str = option("", "directory of decode's shm sockets, shared between containers; a private one by default")
     registry: tuple[str, ...] = option((), "base URLs of bootstrap registries, such as http://10.0.0.5:8998")
     advertise_host: str | None = option(None, "address that other workers reach this one at; --host by default")
     bootstrap_allow: tuple[str, ...] = option((), "more bootstrap hosts that requests may name")
@@ -104,6 +105,7 @@ class RankConfig:
     dtype: DtypeName
     device: DeviceName
     transfer: TransferName
+    shm_dir: str
     host: str  # listen here
     advertise_host: str  # and tell others this
     page_tokens: int
@@ -136,6 +138,7 @@ class RankConfig:
             dtype=config.dtype,
             device=config.device,
             transfer=config.transfer,
+            shm_dir=config.shm_dir,
             host=config.host,
             advertise_host=config.reachable_host,
             page_tokens=config.page_tokens,

@@ -91,14 +91,19 @@ def restart(stack: Stack, role: str) -> None:
     stack.refresh()
 
 
-async def works(stack: Stack) -> None:
-    """The greedy answer is what it always was, and nothing is left behind."""
+async def usable(stack: Stack) -> None:
+    """Wait until the router has a usable pair."""
 
     async def ready() -> bool:
         async with httpx.AsyncClient() as client:
             return (await client.get(f"{stack.url}/ready")).status_code == 200
 
     await eventually(ready, "the router has a usable pair", within_s=30)
+
+
+async def works(stack: Stack) -> None:
+    """The greedy answer is what it always was, and nothing is left behind."""
+    await usable(stack)
     answer = (await ask_all(stack.url, [greedy(gold()[0])], concurrency=1))[0]
     assert answer["output_ids"] == gold()[0]["output_ids"]
     for gauges in await stack.idle_snapshots():
@@ -158,6 +163,7 @@ async def test_killing_the_registry_fails_nothing_under_way_and_new_pairs_name_i
         assert others[0].error is None
         assert others[0].longest_gap_s(killed_at) < 1.0
     restart(stack, "decode")  # a new pair must ask the registry
+    await usable(stack)
     async with httpx.AsyncClient(timeout=30) as client:
         asked_at = time.monotonic()
         answer = await client.post(f"{stack.url}/generate", json=greedy(gold()[1]))

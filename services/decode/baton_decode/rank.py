@@ -2,15 +2,22 @@
 
 import sys
 
+import structlog
+
 from baton_core.decode.core import DecodeCore
+from baton_core.errors import EngineError
 from baton_decode.side import DecodeSide
 from baton_engine.rank import Materials, Parts, read_settings_line, run_rank
+from baton_engine.transfer.auto import AutoReceiver
 from baton_engine.transfer.fake import FakeReceiver
 from baton_engine.transfer.protocol import Receiver
+from baton_engine.transfer.shm_receiver import ShmReceiver
 from baton_engine.transfer.tcp_receiver import TcpReceiver
 from baton_io.config import from_json
 from baton_io.logs import configure_logs
 from baton_worker.config import RankConfig
+
+log = structlog.get_logger(__name__)
 
 
 def build(materials: Materials) -> Parts:
@@ -31,7 +38,9 @@ def _receiver(materials: Materials) -> Receiver:
     engine, settings = materials.engine, materials.settings
     if materials.backend == "fake":
         return FakeReceiver(engine.rows, materials.poker)
-    return TcpReceiver(
+    if materials.backend == "shm":
+        return _shm_receiver(materials)
+    tcp = TcpReceiver(
         engine.pool.memory,
         engine.pool.page_bytes,
         engine.rows,
@@ -39,6 +48,18 @@ def _receiver(materials: Materials) -> Receiver:
         host=settings.host,
         advertise_host=settings.advertise_host,
     )
+    if materials.backend == "tcp":
+        return tcp
+    try:
+        return AutoReceiver(_shm_receiver(materials), tcp)
+    except EngineError as error:
+        log.warning("transfer.without_shm", text=error.verdict.text)
+        return tcp
+
+
+def _shm_receiver(materials: Materials) -> ShmReceiver:
+    engine, settings = materials.engine, materials.settings
+    return ShmReceiver(engine.pool, engine.rows, materials.poker, directory=settings.shm_dir)
 
 
 def main() -> int:

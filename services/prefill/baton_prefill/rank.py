@@ -4,13 +4,18 @@ import sys
 
 from baton_core.prefill.core import PrefillCore
 from baton_engine.rank import Materials, Parts, read_settings_line, run_rank
+from baton_engine.transfer.auto import AutoSender
 from baton_engine.transfer.fake import FakeSender
 from baton_engine.transfer.protocol import Sender
+from baton_engine.transfer.shm_sender import ShmSender
 from baton_engine.transfer.tcp_sender import TcpSender
 from baton_io.config import from_json
 from baton_io.logs import configure_logs
 from baton_prefill.side import PrefillSide
 from baton_worker.config import RankConfig
+
+SHM_PROBE_MS = 2_000
+"""How long `auto` waits for a decode rank's shared memory before it takes tcp."""
 
 
 def build(materials: Materials) -> Parts:
@@ -30,13 +35,16 @@ def build(materials: Materials) -> Parts:
 def _sender(materials: Materials) -> Sender:
     if materials.backend == "fake":
         return FakeSender(materials.poker)
-    return TcpSender(
-        materials.engine.pool.memory,
-        materials.layout,
-        materials.incarnation,
-        materials.poker,
-        connect_timeout_ms=materials.settings.limits.transfer_stall_ms,
-    )
+    tcp, shm = None, None
+    pool, layout, name, poker = materials.engine.pool, materials.layout, materials.incarnation, materials.poker
+    timeout_ms = materials.settings.limits.transfer_stall_ms
+    if materials.backend in ("auto", "tcp"):
+        tcp = TcpSender(pool.memory, layout, name, poker, connect_timeout_ms=timeout_ms)
+    if materials.backend in ("auto", "shm"):
+        # Where tcp could do it too, a decode rank that does not answer is not waited for as long.
+        timeout_ms = min(timeout_ms, SHM_PROBE_MS) if tcp else timeout_ms
+        shm = ShmSender(pool, layout, name, poker, connect_timeout_ms=timeout_ms)
+    return AutoSender(shm=shm, tcp=tcp)
 
 
 def main() -> int:

@@ -1,0 +1,346 @@
+"""Copies pages into a decode rank's pool: everything that one prefill rank does to one decode rank, on one thread.
+
+    take ──► BEGIN ──► (granted) copy a batch ──► listen ──► copy a batch ──► … ──► PROGRESS, or row and FINISHED
+                                                    │ REVOKE, or revoked on our side
+                                                    └────────────────────────────► STOPPED
+
+The thread that copies is the one that listens and answers. So when it says STOPPED, no write is under way, and between
+REVOKE and STOPPED lies at most one batch.
+"""
+
+import itertools
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from baton_core.agreement import KVPoll
+from baton_core.effects import Push
+from baton_core.errors import Reason
+from baton_core.kv_layout import Run
+from baton_core.messages import ROOM_WORD, ROW_BYTES
+from baton_core.request import PageId
+from baton_engine.kv_pool import KVPool
+from baton_engine.sealed_memory import SealedWindow
+from baton_engine.transfer.attempts import Attempt, AttemptTable
+from baton_engine.transfer.shm_wire import FRAME, SERIAL_MAX, Frame, Kind, Welcome, WireError, order_digest
+
+BATCH_BYTES = 2 * 1024 * 1024  # copied in 0.1 to 1 ms; then the copier looks whether it should stop
+POPULATE_PAGES = 8  # mapped in one go while there is nothing to copy
+OUTBOX_MAX = 65_536
+
+Bytes = NDArray[np.uint8]
+Span = tuple[int, int, int]
+"""Source offset, target offset, bytes; offsets count from the start of a pool."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What an order says: where to write, and which runs of a page."""
+
+    pages: tuple[PageId, ...]
+    row: int
+    page_bytes: int
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One push of one attempt, with what its order says."""
+
+    one: Attempt
+    push: Push
+    target: Target
+
+
+@dataclass(slots=True, eq=False)
+class _Writing:
+    """What BEGIN opened and FINISHED or STOPPED ends."""
+
+    one: Attempt
+    serial: int
+    granted: bool = False
+    over: bool = False
+    parked: list[tuple[Job, list[Span]]] = field(default_factory=list)  # until the grant
+
+
+class PoolSource:
+    """The bytes of this rank's own pool, by offset from its start."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self.page_bytes = pool.page_bytes
+        self._memory = pool.memory
+        on_host = pool.device.type == "cpu"
+        self._bytes: Bytes | None = pool.tensor.view(torch.uint8).reshape(-1).numpy() if on_host else None
+        # On a device each run is staged by itself, so neighbours are not joined.
+        self.span_bytes_max = BATCH_BYTES if on_host else 0
+
+    def view(self, offset: int, nbytes: int) -> Bytes:
+        """The bytes as they are now; never across two pages of a device pool."""
+        if self._bytes is not None:
+            return self._bytes[offset : offset + nbytes]
+        page, within = divmod(offset, self.page_bytes)
+        return np.frombuffer(self._memory.source(page, within, nbytes), dtype=np.uint8)
+
+
+class DecodeMemory:
+    """A decode rank's pool and rows, mapped here. Takes both descriptors over; raises ValueError or OSError."""
+
+    def __init__(self, welcome: Welcome, pool_descriptor: int, rows_descriptor: int) -> None:
+        self.welcome = welcome
+        try:
+            self._pool = SealedWindow(pool_descriptor, welcome.pages * welcome.page_bytes)
+        except (OSError, ValueError):
+            os.close(rows_descriptor)
+            raise
+        try:
+            self._rows = SealedWindow(rows_descriptor, welcome.rows * ROW_BYTES)
+        except (OSError, ValueError):
+            self._pool.close()
+            raise
+        self.bytes: Bytes = np.frombuffer(self._pool.mapping, dtype=np.uint8)
+        self._rows.populate(0, welcome.rows * ROW_BYTES)
+        self._populated = bytearray(welcome.pages)
+        self._order = threading.Lock()
+        self._order.acquire()
+
+    def populate(self, page: PageId) -> None:
+        """Map a page that will be written soon."""
+        if page < self.welcome.pages and not self._populated[page]:
+            self._populated[page] = True
+            self._pool.populate(page * self.welcome.page_bytes, self.welcome.page_bytes)
+
+    def write_row(self, row: int, raw: bytes) -> None:
+        """Fill a row, its room word last: whoever sees the word sees the row and every page copied before it."""
+        first = row * ROW_BYTES
+        self._rows.mapping[first + ROOM_WORD.size : first + ROW_BYTES] = raw[ROOM_WORD.size :]
+        # Release, then acquire: nothing written above may become visible after what is written below. x86 keeps stores
+        # in order anyway; ARM does so only here. The word itself is one aligned store of 8 bytes.
+        self._order.release()
+        self._order.acquire()
+        self._rows.mapping[first : first + ROOM_WORD.size] = raw[: ROOM_WORD.size]
+
+    def close(self) -> None:
+        """Unmap both."""
+        del self.bytes
+        self._pool.close()
+        self._rows.close()
+
+
+class Copier:
+    """One decode rank's writings. Built, used and dropped on one thread; never blocks.
+
+    `halted` tells that the thread shall end. Raises OSError when decode is gone.
+    """
+
+    def __init__(
+        self,
+        stream: socket.socket,
+        memory: DecodeMemory,
+        source: PoolSource,
+        table: AttemptTable,
+        carrier: object,
+        halted: Callable[[], bool],
+    ) -> None:
+        self._stream, self._memory, self._source = stream, memory, source
+        self._table, self._carrier, self._halted = table, carrier, halted
+        self._serials = itertools.count(1)
+        self._writings: dict[int, _Writing] = {}
+        self._by_attempt: dict[int, _Writing] = {}  # by id of an attempt that `_writings` keeps alive
+        self._ready: deque[tuple[_Writing, Job, list[Span]]] = deque()
+        self._cold: deque[PageId] = deque()
+        self._outbox: deque[bytes] = deque()
+
+    @property
+    def unsent(self) -> bool:
+        """Whether the socket was full; call `flush` when it can be written."""
+        return bool(self._outbox)
+
+    def warm(self, pages: Sequence[PageId]) -> None:
+        """These pages will be written."""
+        self._cold.extend(pages)
+
+    def take(self, job: Job) -> None:
+        """A push; the first of an attempt asks decode for the grant."""
+        if not self._fits(job):
+            return
+        writing = self._by_attempt.get(id(job.one)) or self._begin(job)
+        spans = _spans(job, self._source.page_bytes, self._source.span_bytes_max)
+        if writing.granted:
+            self._ready.append((writing, job, spans))
+        else:
+            writing.parked.append((job, spans))
+
+    def work(self) -> bool:
+        """Copy one push, or map a few pages; False if there is nothing to do."""
+        if self._ready:
+            writing, job, spans = self._ready.popleft()
+            if not writing.over:
+                self._copy(writing, job, spans)
+            return True
+        for _ in range(min(POPULATE_PAGES, len(self._cold))):
+            self._memory.populate(self._cold.popleft())
+        return bool(self._cold)
+
+    def sweep(self) -> None:
+        """End the writings of attempts that failed or were revoked on our side."""
+        for writing in [one for one in self._writings.values() if _is_given_up(one.one)]:
+            self._stop(writing)
+
+    def flush(self) -> None:
+        """Send what the socket did not take."""
+        while self._outbox:
+            try:
+                self._stream.send(self._outbox[0], socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            self._outbox.popleft()
+
+    def hear(self) -> None:
+        """Take in everything that decode said."""
+        while True:
+            try:
+                raw = self._stream.recv(FRAME.size + 1, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            if not raw:
+                raise WireError("end of file")
+            try:
+                frame = Frame.unpack(raw)
+            except ValueError as error:
+                raise WireError(str(error)) from error
+            self._answered(frame)
+
+    # -- writings
+
+    def _fits(self, job: Job) -> bool:
+        target, welcome = job.target, self._memory.welcome
+        text = ""
+        if target.page_bytes != welcome.page_bytes:
+            text = f"a page has {target.page_bytes} bytes in decode's order and {welcome.page_bytes} in its pool"
+        elif max(target.pages, default=0) >= welcome.pages or target.row >= welcome.rows:
+            text = f"decode's order names a page or row outside its {welcome.pages} pages and {welcome.rows} rows"
+        if text:
+            self._table.fail(job.one, Reason.LAYOUT_MISMATCH, text)
+        return not text
+
+    def _begin(self, job: Job) -> _Writing:
+        writing = _Writing(job.one, next(self._serials) & SERIAL_MAX)
+        self._writings[writing.serial] = self._by_attempt[id(job.one)] = writing
+        self._send(
+            Frame(
+                kind=Kind.BEGIN,
+                serial=writing.serial,
+                room=job.one.room,
+                attempt=job.one.attempt,
+                count=order_digest(job.target.pages, job.target.row),
+            )
+        )
+        return writing
+
+    def _answered(self, frame: Frame) -> None:
+        writing = self._writings.get(frame.serial)
+        if frame.kind is Kind.REFUSED:
+            if writing is not None:
+                self._close(writing)
+                self._lose(writing, "decode refused the pages: it gave this attempt up")
+        elif writing is None:
+            # Granted or revoked after we gave it up: decode still waits to hear that.
+            self._send(Frame(kind=Kind.STOPPED, serial=frame.serial))
+        elif frame.kind is Kind.GRANT:
+            writing.granted = True
+            self._ready.extend((writing, job, spans) for job, spans in writing.parked)
+            writing.parked.clear()
+        elif frame.kind is Kind.REVOKE:
+            self._stop(writing)
+            self._lose(writing, "decode revoked the attempt")
+
+    def _lose(self, writing: _Writing, text: str) -> None:
+        self._table.fail(writing.one, Reason.TRANSFER_FAILED, text)
+
+    def _stop(self, writing: _Writing) -> None:
+        self._close(writing)
+        self._send(Frame(kind=Kind.STOPPED, serial=writing.serial))
+
+    def _close(self, writing: _Writing) -> None:
+        writing.over = True
+        del self._writings[writing.serial], self._by_attempt[id(writing.one)]
+
+    def _send(self, frame: Frame) -> None:
+        if len(self._outbox) >= OUTBOX_MAX:
+            raise WireError(f"decode has not read {OUTBOX_MAX} messages")
+        self._outbox.append(frame.pack())
+        self.flush()
+
+    # -- copying
+
+    def _copy(self, writing: _Writing, job: Job, spans: list[Span]) -> None:
+        one, push = writing.one, job.push
+        if not self._table.enter(one, self._carrier, _no_cut):
+            self._stop(writing)
+            return
+        pages = push.first + len(push.pages)
+        try:
+            whole = self._copy_spans(writing, spans)
+            if whole and push.row is not None:
+                self._memory.write_row(job.target.row, push.row.pack())
+                self._close(writing)
+                self._send(Frame(kind=Kind.FINISHED, serial=writing.serial, count=pages))
+            elif whole:
+                self._send(Frame(kind=Kind.PROGRESS, serial=writing.serial, count=pages))
+        finally:
+            self._table.leave(one)
+        if whole:
+            self._table.advance(one, KVPoll.Transferring if push.row is None else KVPoll.Success, pages)
+
+    def _copy_spans(self, writing: _Writing, spans: list[Span]) -> bool:
+        """Copy, batch by batch; False if told to stop in between."""
+        source, memory, left = self._source, self._memory, BATCH_BYTES
+        for source_offset, target_offset, nbytes in spans:
+            if left <= 0:
+                left = BATCH_BYTES
+                self.hear()
+                if writing.over or _is_given_up(writing.one) or self._halted():
+                    return False
+            # Both sides are slices of bytes, so this is one memcpy, without the interpreter lock. No variable keeps the
+            # target: one in the frame of an exception would keep the pool mapped.
+            np.copyto(memory.bytes[target_offset : target_offset + nbytes], source.view(source_offset, nbytes))
+            left -= nbytes
+        return True
+
+
+def _is_given_up(one: Attempt) -> bool:
+    return one.revoked or one.status is KVPoll.Failed
+
+
+def _no_cut() -> None:
+    """Copying ends by itself within a batch: there is nothing to cut."""
+
+
+def _spans(job: Job, source_page_bytes: int, span_bytes_max: int) -> list[Span]:
+    """The push as copies, neighbours joined up to `span_bytes_max`."""
+    push, target = job.push, job.target
+    ordered = target.pages[push.first : push.first + len(push.pages)]
+    spans: list[Span] = []
+    source_end = target_end = joined = -1
+    for page, target_page in zip(push.pages, ordered, strict=True):
+        for run in target.runs:
+            source_offset = page * source_page_bytes + run.source_offset
+            target_offset = target_page * target.page_bytes + run.target_offset
+            joins = (
+                source_offset == source_end and target_offset == target_end and joined + run.nbytes <= span_bytes_max
+            )
+            joined = joined + run.nbytes if joins else run.nbytes
+            source_end, target_end = source_offset + run.nbytes, target_offset + run.nbytes
+            span = (source_end - joined, target_end - joined, joined)
+            if joins:
+                spans[-1] = span
+            else:
+                spans.append(span)
+    return spans
