@@ -16,7 +16,7 @@ from baton_worker.config import Role
 SERIES_MAX = 4_096
 """Distinct keys of one kind; more are dropped and counted, because labels must be bounded sets."""
 
-SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 600.0)
+SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 600.0)
 OTHER_BUCKETS = tuple(float(4**power) for power in range(16))
 
 HELP = {
