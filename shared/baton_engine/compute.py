@@ -1,5 +1,6 @@
 """Runs step plans on a thread of its own, so that the loop never waits for a forward."""
 
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -55,6 +56,8 @@ class Compute:
         self._thread.join(timeout_s)
 
     def _loop(self) -> None:
+        # Torch's own threads are born from this one and inherit it: a loop that wakes up runs before they go on.
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         try:
             while (plan := self._plans.get()) is not None:
                 self._results.put(self._runner.run(plan))

@@ -48,7 +48,7 @@ async def test_a_chat_has_usage_reason_and_logprobs(client: AsyncOpenAI) -> None
     assert choice.finish_reason == "stop"
     assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
-    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+    assert 0 <= (answer.usage.prompt_tokens_details.cached_tokens or 0) < answer.usage.prompt_tokens
     assert choice.logprobs is not None and choice.logprobs.content is not None
     content = choice.logprobs.content
     assert len(content) == answer.usage.completion_tokens

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+
 from integration.stack import Stack, ask_all
 
 LAG = "baton_prefill_control_tick_lag_seconds"
