@@ -25,6 +25,7 @@ class Limits:
     # -- links between workers (reached: every room of that peer fails, `Reason.PEER_LOST`)
     heartbeat_ms: Millis = 1_000
     link_silent_ms: Millis = 5_000
+    link_suspect_ms: Millis = 700  # a peer whose connection broke says a word again
     link_resend_ms: Millis = 200  # an unacknowledged message is sent again
     link_window: int = 4_096  # unacknowledged messages; more: the peer counts as lost
     # -- worker (reached: the worker turns unready and exits)

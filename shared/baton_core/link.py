@@ -24,6 +24,7 @@ class FrameKind(IntEnum):
 
     DATA = 1
     BEAT = 2  # acknowledgement and sign of life
+    PING = 4  # say a word: your connection broke
     GONE = 3  # this conversation is over, or never was
 
 
@@ -64,6 +65,7 @@ class Link:
         self._received = 0
         self._unacked: deque[Frame] = deque()
         self._heard_at = now
+        self._suspected = False
         self._sent_at = now
         self._resend_at: Millis | None = None
         self.lost: str | None = None
@@ -90,10 +92,13 @@ class Link:
         if frame.kind is FrameKind.GONE:
             self.lost = frame.text or "the peer ended the conversation"
             return Received(lost=self.lost)
-        self._heard_at = now
+        self._heard_at, self._suspected = now, False
         self._acknowledge(frame.ack, now)
         if frame.kind is FrameKind.BEAT:
             return Received()
+        if frame.kind is FrameKind.PING:
+            self._sent_at = now
+            return Received(answers=(self._frame(FrameKind.BEAT),))
         fresh = frame.seq == self._received + 1
         if fresh:
             self._received = frame.seq
@@ -107,6 +112,8 @@ class Link:
             return ()
         if now - self._heard_at >= self._limits.link_silent_ms:
             self.lost = f"nothing heard for {now - self._heard_at} ms (link_silent_ms {self._limits.link_silent_ms})"
+            if self._suspected:
+                self.lost = f"its connection broke; nothing heard since (link_suspect_ms {self._limits.link_suspect_ms})"
             return ()
         if self._resend_at is not None and now >= self._resend_at:
             self._resend_at = now + self._limits.link_resend_ms
@@ -116,6 +123,15 @@ class Link:
             self._sent_at = now
             return (self._frame(FrameKind.BEAT),)
         return ()
+
+    def suspect(self, now: Millis) -> tuple[Frame, ...]:
+        """The connection underneath broke: the peer is lost unless it is heard again soon."""
+        if self.lost is not None:
+            return ()
+        grace_ms = min(self._limits.link_suspect_ms, self._limits.link_silent_ms)
+        self._heard_at = min(self._heard_at, now - self._limits.link_silent_ms + grace_ms)
+        self._suspected = True
+        return (self._frame(FrameKind.PING),)
 
     def next_due(self) -> Millis:
         """When `tick` has something to do next."""
@@ -225,6 +241,11 @@ class Switchboard:
                 del self._links[peer]
         return tuple(frames), tuple(lost)
 
+    def suspect(self, peer: Incarnation, now: Millis) -> tuple[Frame, ...]:
+        """The connection to `peer` broke: frames that ask whether it lives."""
+        link = self._links.get(peer)
+        return () if link is None else link.suspect(now)
+
     def hang_up(self, peer: Incarnation) -> tuple[Frame, ...]:
         """End a conversation politely."""
         link = self._links.pop(peer, None)
@@ -242,7 +263,7 @@ class Switchboard:
         return Heard(peer=frame.source, payloads=got.payloads, answers=got.answers, lost=lost)
 
     def _over(self, frame: Frame) -> tuple[Frame, ...]:
-        if frame.kind is FrameKind.DATA and frame.ack == 0:
+        if frame.kind in (FrameKind.DATA, FrameKind.PING) and frame.ack == 0:
             return ()  # perhaps a young conversation whose first frame is still on its way
         return (self._gone(frame, "this conversation is over"),)
 

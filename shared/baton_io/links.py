@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import structlog
 import zmq
+
 from baton_core import messages
 from baton_core.events import RankEndpoint
 from baton_core.limits import Limits, Millis
 from baton_core.link import Frame, Heard, Switchboard
 from baton_core.request import Incarnation
-
 from baton_io.codec import Codec, FrameError
 
 log = structlog.get_logger(__name__)
@@ -65,13 +65,15 @@ class Links:
         self._router: zmq.Socket[bytes] | None = None
         self._routes: dict[Incarnation, bytes] = {}
         self._dealers: dict[Incarnation, zmq.Socket[bytes]] = {}
+        self._monitors: dict[Incarnation, zmq.Socket[bytes]] = {}
         self.bad_frames = 0
         self.dropped_frames = 0
 
     @property
     def sockets(self) -> list["zmq.Socket[bytes]"]:
         """Sockets whose readability means news."""
-        return [*([] if self._router is None else [self._router]), *self._dealers.values()]
+        router = [] if self._router is None else [self._router]
+        return [*router, *self._dealers.values(), *self._monitors.values()]
 
     @property
     def peers(self) -> tuple[Incarnation, ...]:
@@ -93,6 +95,7 @@ class Links:
         dealer = self._socket(zmq.DEALER)
         dealer.setsockopt(zmq.RECONNECT_IVL, 50)
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
+        self._monitors[peer] = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         dealer.connect(f"tcp://{_bracketed(endpoint.host)}:{endpoint.port}")
         self._dealers[peer] = dealer
         self._board.dial(peer, now)
@@ -105,7 +108,8 @@ class Links:
     def receive(self, now: Millis) -> list[News]:
         """Everything that has come in."""
         news: list[News] = []
-        for socket in self.sockets:
+        self._notice_breaks(now)
+        for socket in [*([] if self._router is None else [self._router]), *self._dealers.values()]:
             # What a peer says may end the conversation, and with it the socket.
             while not socket.closed and (parts := self._next(socket)) is not None:
                 news += self._take(parts, now)
@@ -129,11 +133,21 @@ class Links:
         for peer in self._board.peers:
             for frame in self._board.hang_up(peer):
                 self._transmit(frame)
-        for socket in self.sockets:
-            socket.close(linger=200)
-        self._dealers.clear()
+        for peer in list(self._dealers):
+            self._hang_up_socket(peer)
+        if self._router is not None:
+            self._router.close(linger=200)
         self._router = None
         self._context.term()
+
+    def _notice_breaks(self, now: Millis) -> None:
+        """A broken connection is made again by ZeroMQ; whether the peer still lives must show soon."""
+        for peer, monitor in list(self._monitors.items()):
+            if self._next(monitor) is not None:
+                while self._next(monitor) is not None:
+                    pass
+                for frame in self._board.suspect(peer, now):
+                    self._transmit(frame)
 
     def _take(self, parts: list[bytes], now: Millis) -> list[News]:
         try:
@@ -186,6 +200,8 @@ class Links:
     def _hang_up_socket(self, peer: Incarnation) -> None:
         dealer = self._dealers.pop(peer, None)
         if dealer is not None:
+            del self._monitors[peer]
+            dealer.disable_monitor()
             dealer.close(linger=200)
 
     def _socket(self, kind: int) -> "zmq.Socket[bytes]":

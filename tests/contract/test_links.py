@@ -1,5 +1,7 @@
 """Control links over real sockets: what is said arrives once and in order, and what is lost is noticed."""
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -106,6 +108,55 @@ def test_a_silent_peer_is_lost_after_the_limit_and_can_be_dialled_again(ends: En
     ends.until(lambda: Said(peer="D1", payload=accepted(2)) in ends.heard["P"], "the new conversation works")
     lost = [one for one in ends.heard["P"] if isinstance(one, Lost)]
     assert len(lost) == 1, "prefill hears exactly once that the old conversation ended"
+
+
+def test_a_peer_that_dies_without_a_word_is_lost_soon_after_its_connection_breaks() -> None:
+    """A killed process says no goodbye; its kernel closes the connection, and that is enough."""
+    patient = Limits(link_silent_ms=60_000, link_suspect_ms=200)
+    victim = subprocess.Popen([sys.executable, "-c", VICTIM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert victim.stdout is not None
+    port = int(victim.stdout.readline())
+    links = Links("D1", patient)
+    links.dial("P1", RankEndpoint(host="127.0.0.1", port=port), now_ms())
+    links.send("P1", accepted(1), now_ms())
+    assert victim.stdout.readline() == "heard\n"
+    links.receive(now_ms())
+    victim.kill()
+    killed_at = now_ms()
+    news: list[News] = []
+    while not news:
+        assert now_ms() - killed_at < 2_000, "the break was not noticed"
+        zmq.select(links.sockets, [], [], 0.02)
+        news += links.receive(now_ms()) + links.tick(now_ms())
+    assert isinstance(news[0], Lost)
+    assert "connection broke" in news[0].text
+    links.close()
+    victim.wait()
+
+
+VICTIM = """
+import time, zmq
+from baton_core.limits import Limits
+from baton_io.links import Links
+links = Links("P1", Limits())
+print(links.listen("127.0.0.1"), flush=True)
+while not links.receive(time.monotonic_ns() // 1_000_000):
+    zmq.select(links.sockets, [], [], 1)
+print("heard", flush=True)
+zmq.select([], [], [], 60)
+"""
+
+
+def test_a_connection_that_breaks_and_heals_loses_nothing(ends: Ends) -> None:
+    ends.dial()
+    ends.decode.send("P1", accepted(1), now_ms())
+    ends.until(lambda: bool(ends.heard["P"]), "they talk")
+    for frame in ends.decode._board.suspect("P1", now_ms()):
+        ends.decode._transmit(frame)
+    ends.decode.send("P1", accepted(2), now_ms())
+    ends.until(lambda: len(ends.heard["P"]) == 2, "they go on talking")
+    assert ends.decode.peers == ("P1",)
+    assert ends.heard["D"] == []
 
 
 def test_saying_goodbye_ends_the_conversation_at_the_peer(ends: Ends) -> None:
