@@ -53,15 +53,18 @@ class LlamaModel:
         if weights:
             raise EngineError(f"weights that the decoder does not use: {', '.join(sorted(weights)[:5])}")
 
-    def logits(self, batch: StepBatch, views: tuple[LayerView, ...]) -> Tensor:
-        """Compute the step, writing its keys and values under `views`; logits `[samples, vocab]` in float32."""
+    def forward(self, batch: StepBatch, views: tuple[LayerView, ...]) -> Tensor:
+        """Compute the step, writing its keys and values under `views`; the last hidden states `[rows, hidden]`."""
         assert len(views) == len(self._layers)
         hidden = functional.embedding(batch.token_ids, self._embeddings)  # [rows, hidden]
         for layer, view in zip(self._layers, views, strict=True):
             hidden = hidden + self._attend(layer, hidden, batch, view)
             hidden = hidden + self._mlp(layer, hidden)
-        sampled = self._normed(hidden[batch.sampled_rows], self._norm)
-        return self._head(sampled).float()
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits `[rows, vocab]` in float32 of last hidden states `[rows, hidden]`: only of those rows that matter."""
+        return self._head(self._normed(hidden, self._norm)).float()
 
     def _attend(self, layer: Layer, hidden: Tensor, batch: StepBatch, view: LayerView) -> Tensor:
         config = self.config

@@ -1,13 +1,17 @@
 """Runs plans: one frozen `StepPlan` in, one `StepResult` out."""
 
+from itertools import islice
+
 import torch
+from torch import Tensor
 
 from baton_core.errors import EngineError, Reason, Verdict
 from baton_core.plan import SequenceResult, SequenceSlice, StepPlan, StepResult
-from baton_core.request import Sampling
+from baton_core.request import Sampling, TokenLogprob
 from baton_engine.attention import layer_views
 from baton_engine.kv_pool import KVPool
 from baton_engine.llama import LlamaModel
+from baton_engine.logprobs import judge, score
 from baton_engine.sampler import sample
 from baton_engine.step_batch import BatchBuilder
 
@@ -26,19 +30,18 @@ class Runner:
         self._builder = BatchBuilder(model.config, pool.shape, model.device)
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Compute `plan`: write its keys and values into the pool, draw a token for every slice with `sample`.
+        """Compute `plan`: write its keys and values into the pool, draw a token for every slice with `sample`, and
+        give the logprobs that slices ask for.
 
         A fault of the device or the model comes back as `failed`, never as an exception. AssertionError: the plan breaks
         its contract, which is a bug of the scheduler.
         """
         _check(plan, self._pool, self._model.config.vocab)
         try:
-            tokens = self._compute(plan)
+            results = self._compute(plan)
         except _FAULTS as error:
             text = f"step {plan.step} failed: {error}"
             return StepResult(step=plan.step, results=(), failed=Verdict(reason=Reason.DEVICE_FAULT, text=text))
-        sampled = [item for item in plan.slices if item.sample]
-        results = tuple(SequenceResult(rid=item.rid, token=token) for item, token in zip(sampled, tokens, strict=True))
         return StepResult(step=plan.step, results=results)
 
     def warm_up(self) -> None:
@@ -56,9 +59,34 @@ class Runner:
         self._pool.tensor[0].zero_()
 
     @torch.inference_mode()
-    def _compute(self, plan: StepPlan) -> list[int]:
-        logits = self._model.logits(self._builder.build(plan), self._views)
-        return sample(logits, [item for item in plan.slices if item.sample])
+    def _compute(self, plan: StepPlan) -> tuple[SequenceResult, ...]:
+        batch = self._builder.build(plan)
+        hidden = self._model.forward(batch, self._views)
+        drawn = iter(self._drawn(plan, hidden[batch.sampled_rows]))
+        scored = iter(() if batch.scored_rows is None else self._scored(plan, hidden[batch.scored_rows]))
+        results: list[SequenceResult] = []
+        for item in plan.slices:
+            if item.sample or item.score:
+                token, logprob = next(drawn) if item.sample else (None, None)
+                scores = tuple(islice(scored, len(item.score)))
+                results.append(SequenceResult(rid=item.rid, token=token, logprob=logprob, scored=scores))
+        return tuple(results)
+
+    def _drawn(self, plan: StepPlan, hidden: Tensor) -> list[tuple[int, TokenLogprob | None]]:
+        """A token for each slice with `sample`, in plan order, and its logprob where it is asked for."""
+        slices = [item for item in plan.slices if item.sample]
+        logits = self._model.logits(hidden)
+        asked = [row for row, item in enumerate(slices) if item.sampling.logprobs is not None]
+        as_given = logits[asked] if asked else None  # a copy: sampling masks logits in place
+        tokens = sample(logits, slices)
+        logprobs: dict[int, TokenLogprob] = {}
+        if as_given is not None:
+            tops = [slices[row].sampling.logprobs or 0 for row in asked]
+            logprobs = dict(zip(asked, judge(as_given, [tokens[row] for row in asked], tops), strict=True))
+        return [(token, logprobs.get(row)) for row, token in enumerate(tokens)]
+
+    def _scored(self, plan: StepPlan, hidden: Tensor) -> list[TokenLogprob]:
+        return score(hidden, self._model.logits, [item for item in plan.slices if item.score])
 
 
 def _check(plan: StepPlan, pool: KVPool, vocab: int) -> None:
@@ -70,6 +98,8 @@ def _check(plan: StepPlan, pool: KVPool, vocab: int) -> None:
         assert min(item.tokens) >= 0 and max(item.tokens) < vocab, f"{item.rid}: a token outside the vocabulary"
         room = len(item.pages) * pool.shape.page_tokens
         assert item.start + len(item.tokens) <= room, f"{item.rid}: {len(item.pages)} pages are too few"
+        assert item.score_from >= 0 and item.score_from + len(item.score) <= len(item.tokens), f"{item.rid}: score"
+        assert all(0 <= token < vocab for token in item.score), f"{item.rid}: a scored token outside the vocabulary"
         assert min(item.pages) >= 0 and max(item.pages) < pool.pages, f"{item.rid}: a page outside the pool"
 
 

@@ -1,7 +1,8 @@
 """A plan as tensors: everything about a step that is the same in all layers, built once.
 
 Rows are the plan's tokens, regrouped: slices of one token first, those of similar context length next to each other so
-that they share one padded gather, then the prompt chunks one by one. Only `sampled_rows` remembers the plan's order.
+that they share one padded gather, then the prompt chunks one by one. Only `sampled_rows` and `scored_rows` remember the
+plan's order.
 """
 
 from dataclasses import dataclass
@@ -50,7 +51,8 @@ class StepBatch:
     """The tensors of a step, on the model's device.
 
     `token_ids` `[rows]` int64; `cosine`, `signed_sine` `[rows, 1, head_dim]` float32 for the rotate-half RoPE;
-    `write` `[rows, 2 * kv_heads]` int64 says where keys and values go; `sampled_rows` `[samples]` int64, in plan order.
+    `write` `[rows, 2 * kv_heads]` int64 says where keys and values go; `sampled_rows` `[samples]` and `scored_rows`
+    `[scores]` int64, in plan order; `scored_rows` is None where nothing is to be scored.
     """
 
     token_ids: Tensor
@@ -58,6 +60,7 @@ class StepBatch:
     signed_sine: Tensor
     write: Tensor
     sampled_rows: Tensor
+    scored_rows: Tensor | None
     decode_groups: tuple[DecodeGroup, ...]
     prompt_chunks: tuple[PromptChunk, ...]
 
@@ -76,12 +79,15 @@ class BatchBuilder:
         groups, chunks = _regroup(plan.slices, self._shape.page_tokens)
         ordered = [item for group in groups for item in group] + chunks
         cosine, signed_sine = self._rotation(ordered)
+        first_rows = _first_rows(ordered)
+        scored = _scored_rows(plan.slices, first_rows)
         return StepBatch(
             token_ids=self._indices([token for item in ordered for token in item.tokens]),
             cosine=cosine,
             signed_sine=signed_sine,
             write=self._write(ordered),
-            sampled_rows=self._indices(_sampled_rows(plan.slices, ordered)),
+            sampled_rows=self._indices(_sampled_rows(plan.slices, first_rows)),
+            scored_rows=self._indices(scored) if scored else None,
             decode_groups=self._decode_groups(groups),
             prompt_chunks=self._prompt_chunks(chunks, first_row=sum(len(group) for group in groups)),
         )
@@ -174,10 +180,22 @@ def _regroup(
     return [by_size[size] for size in sorted(by_size)], [item for item in slices if len(item.tokens) > 1]
 
 
-def _sampled_rows(slices: tuple[SequenceSlice, ...], ordered: list[SequenceSlice]) -> list[int]:
-    last_row: dict[str, int] = {}
+def _first_rows(ordered: list[SequenceSlice]) -> dict[str, int]:
+    first_rows: dict[str, int] = {}
     rows = 0
     for item in ordered:
+        first_rows[item.rid] = rows
         rows += len(item.tokens)
-        last_row[item.rid] = rows - 1
-    return [last_row[item.rid] for item in slices if item.sample]
+    return first_rows
+
+
+def _sampled_rows(slices: tuple[SequenceSlice, ...], first_rows: dict[str, int]) -> list[int]:
+    return [first_rows[item.rid] + len(item.tokens) - 1 for item in slices if item.sample]
+
+
+def _scored_rows(slices: tuple[SequenceSlice, ...], first_rows: dict[str, int]) -> list[int]:
+    rows: list[int] = []
+    for item in slices:
+        first = first_rows[item.rid] + item.score_from
+        rows += range(first, first + len(item.score))
+    return rows

@@ -1,11 +1,11 @@
-"""What one request has answered so far: tokens, visible text and how it ended."""
+"""What one request has answered so far: tokens and their logprobs, visible text and how it ended."""
 
 from dataclasses import dataclass
 
 from baton_core.errors import Reason, Verdict
-from baton_core.request import Finish, FinishType
+from baton_core.request import Finish, FinishType, TokenLogprob
 from baton_worker.detokenizer import StopMatcher, StreamDecoder
-from baton_worker.streams import Delivery
+from baton_worker.streams import Delivery, unjudged
 from baton_worker.tokenizer import Tokenizer
 
 
@@ -19,7 +19,10 @@ class Ending:
 
 
 class Answer:
-    """Grows by `feed`. Text is final once it is returned: it is never taken back."""
+    """Grows by `feed`. Text is final once it is returned: it is never taken back.
+
+    With `judged`, `output_logprobs` has one entry for each of `output_ids`.
+    """
 
     def __init__(
         self,
@@ -30,12 +33,20 @@ class Answer:
         stop: tuple[str, ...],
         skip_special: bool,
         keep_stop: bool,
+        judged: bool = False,
     ) -> None:
         self.rid = rid
         self.prompt = prompt
         self.output_ids: list[int] = []
+        self.output_logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
+        # How many characters are decoded before each of `output_ids`: more than `text` has, where a stop string was cut.
+        self.text_starts: list[int] = []
         self.cached_tokens = 0
         self.ending: Ending | None = None
+        self._judged = judged
+        self._decoded_chars = 0
+        self._visible_chars = 0
         self._keep_stop = keep_stop
         self._decoder = StreamDecoder(tokenizer, skip_special=skip_special)
         self._stops = StopMatcher(stop, keep_stop=keep_stop)
@@ -49,6 +60,18 @@ class Answer:
         return self._parts[0] if self._parts else ""
 
     @property
+    def settled_tokens(self) -> int:
+        """How many tokens, from the first on, have no text that is still held back; all of them at the end."""
+        if self.ending is not None:
+            return len(self.output_ids)
+        settled = len(self.output_ids)
+        end = self._decoded_chars
+        while settled and end > self._visible_chars:
+            settled -= 1
+            end = self.text_starts[settled]
+        return settled
+
+    @property
     def failure(self) -> Verdict | None:
         """The verdict of an answer that failed. An abort that somebody asked for is not a failure, but an ending."""
         verdict = None if self.ending is None else self.ending.verdict
@@ -57,11 +80,12 @@ class Answer:
     def feed(self, delivery: Delivery) -> str:
         """Take in what the scheduler delivered; the text that became visible. Sets `ending` at the end."""
         self.cached_tokens = max(self.cached_tokens, delivery.cached_tokens)
+        self.prompt_logprobs += delivery.prompt_logprobs
         shown: list[str] = []
         for index, token in enumerate(delivery.tokens):
             if self.ending is not None:
                 break  # tokens behind a stop string are not part of the answer
-            self.output_ids.append(token)
+            self._note(index, delivery)
             if not self._is_hidden_stop(index, delivery):
                 shown.append(self._show(self._decoder.feed(token)))
         if delivery.finish is not None and self.ending is None:
@@ -69,7 +93,16 @@ class Answer:
         text = "".join(shown)
         if text:
             self._parts.append(text)
+            self._visible_chars += len(text)
         return text
+
+    def _note(self, index: int, delivery: Delivery) -> None:
+        token = delivery.tokens[index]
+        self.output_ids.append(token)
+        self.text_starts.append(self._decoded_chars)
+        if self._judged:
+            known = index < len(delivery.logprobs)
+            self.output_logprobs.append(delivery.logprobs[index] if known else unjudged(token))
 
     def _is_hidden_stop(self, index: int, delivery: Delivery) -> bool:
         """Whether token `index` is the stop token that ended the answer, and the client does not want to see it."""
@@ -85,6 +118,7 @@ class Answer:
         return shown
 
     def _show(self, text: str) -> str:
+        self._decoded_chars += len(text)
         match = self._stops.feed(text)
         if match.stop is not None:
             self.ending = Ending(type=FinishType.STOP, matched=match.stop)

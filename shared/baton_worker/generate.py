@@ -4,11 +4,12 @@ import time
 from typing import Any, assert_never
 
 from baton_core.errors import ClientError
-from baton_core.request import FinishType
+from baton_core.request import TOP_LOGPROBS_MAX, FinishType
 from baton_worker.answer import Answer, Ending
 from baton_worker.config import Role
 from baton_worker.http import encode_json
-from baton_worker.intake import Ask, Intake, Wanted
+from baton_worker.intake import Ask, Intake, Wanted, check_top_logprobs
+from baton_worker.logprobs import MetaLogprobs
 from baton_worker.respond import Route, event
 from baton_worker.schemas import NO_OPS, GenerateBody, Leg, SamplingParams, refuse_unhonoured
 from baton_worker.worker import Worker
@@ -28,6 +29,7 @@ def ask_of(body: GenerateBody, leg: Leg, _intake: Intake) -> Ask:
         raise ClientError("exactly one of text and input_ids is needed")
     params = body.sampling_params or SamplingParams()
     refuse_unhonoured(params, NO_OPS[SamplingParams])
+    logprobs, prompt_logprobs_from = _logprobs(body)
     wanted = Wanted(
         max_new_tokens=MAX_NEW_TOKENS if params.max_new_tokens is None else params.max_new_tokens,
         min_new_tokens=params.min_new_tokens,
@@ -41,10 +43,23 @@ def ask_of(body: GenerateBody, leg: Leg, _intake: Intake) -> Ask:
         ignore_eos=params.ignore_eos,
         skip_special_tokens=params.skip_special_tokens,
         no_stop_trim=params.no_stop_trim,
+        logprobs=logprobs,
+        prompt_logprobs_from=prompt_logprobs_from,
     )
     prompt = body.text if body.text is not None else body.input_ids
     assert prompt is not None
     return Ask(leg=leg, prompt=prompt, wanted=wanted, stream=body.stream is True)
+
+
+def _logprobs(body: GenerateBody) -> tuple[int | None, int | None]:
+    """`logprobs` and `prompt_logprobs_from` of a body; SGLang's default is none of the prompt."""
+    if body.return_logprob is not True:
+        return None, None
+    start = -1 if body.logprob_start_len is None else body.logprob_start_len
+    if start < -1:
+        raise ClientError(f"logprob_start_len must be -1 (none of the prompt) or a position, not {start}")
+    most = check_top_logprobs("top_logprobs_num", body.top_logprobs_num or 0, TOP_LOGPROBS_MAX)
+    return most, None if start == -1 else start
 
 
 class GenerateRenderer:
@@ -54,6 +69,10 @@ class GenerateRenderer:
         self._echo_prompt = body.return_prompt_token_ids is True
         self._role = worker.role
         self._started = started
+        self._logprobs: MetaLogprobs | None = None
+        if body.return_logprob is True:
+            texts = worker.intake.tokenizer if body.return_text_in_logprobs is True else None
+            self._logprobs = MetaLogprobs(texts, with_top=bool(body.top_logprobs_num))
 
     def whole(self, answer: Answer) -> bytes:
         """The body of a complete answer."""
@@ -81,6 +100,8 @@ class GenerateRenderer:
                 "e2e_latency": time.perf_counter() - self._started,
             },
         }
+        if self._logprobs is not None:
+            value["meta_info"] |= self._logprobs.fields(answer)
         if self._echo_prompt:
             value["prompt_token_ids"] = answer.prompt
         return value

@@ -24,6 +24,10 @@ DP_SIZE = 1
 INLINE_CHARS = 16_384
 """A text up to this length is encoded on the event loop (about 10 ms); a longer one on a thread."""
 
+PROMPT_LOGPROBS_MAX = 1 << 17
+"""Logprobs of a prompt's tokens and of the likeliest beside them, all together: as many as are put into words in about
+50 ms, for which nothing else of this worker moves."""
+
 GREEDY_BELOW = 1e-6
 """A temperature below this is 0, as in SGLang: dividing logits by it would overflow."""
 
@@ -44,6 +48,8 @@ class Wanted:
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
+    logprobs: int | None = None  # None: none; k: of each token, and of the k likeliest
+    prompt_logprobs_from: int | None = None  # None: none of the prompt's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +114,7 @@ class Intake:
         # Checked before tokenizing, and as the client gave it: clipping must not hide a contradiction.
         self._sampling(wanted, stop_ids, wanted.max_new_tokens, bootstrap)
         prompt = await self._tokens(ask, context_tokens)
+        _check_prompt_logprobs(wanted, len(prompt))
         room = context_tokens - len(prompt)
         longest = room if wanted.max_new_tokens is None else min(wanted.max_new_tokens, room)
         return Prepared(
@@ -191,6 +198,8 @@ class Intake:
                 max_new_tokens=max(least, 0) if longest is None else longest,
                 min_new_tokens=min(least, longest) if clipped and longest is not None else least,
                 stop_token_ids=stop_ids,
+                logprobs=wanted.logprobs,
+                prompt_logprobs_from=wanted.prompt_logprobs_from,
             )
         except ValueError as error:
             raise ClientError(str(error)) from error
@@ -215,11 +224,32 @@ class Intake:
         return tuple(dict.fromkeys((*ids, *ends)))
 
 
+def check_top_logprobs(name: str, value: int, most: int) -> int:
+    """How many of the likeliest tokens the client wants to see, if that many can be had. Raises ClientError."""
+    if not 0 <= value <= most:
+        raise ClientError(f"{name} must be between 0 and {most}, not {value}")
+    return value
+
+
 def check_rid(rid: RequestId) -> RequestId:
     """`rid` if it can serve as an id. Raises ClientError."""
     if not 0 < len(rid) <= RID_CHARS_MAX:
         raise ClientError(f"rid must have between 1 and {RID_CHARS_MAX} characters, not {len(rid)}")
     return rid
+
+
+def _check_prompt_logprobs(wanted: Wanted, prompt_tokens: int) -> None:
+    start = wanted.prompt_logprobs_from
+    if start is None:
+        return
+    if start > prompt_tokens:
+        raise ClientError(f"the prompt has {prompt_tokens} tokens; its logprobs cannot start at {start}")
+    numbers = (prompt_tokens - start) * (1 + (wanted.logprobs or 0))
+    if numbers > PROMPT_LOGPROBS_MAX:
+        text = (
+            f"{numbers} logprobs of the prompt, at most {PROMPT_LOGPROBS_MAX} are given; ask for fewer of the likeliest"
+        )
+        raise ClientError(f"{text} tokens, or start later")
 
 
 def _check_dp_ranks(leg: Leg, role: Role) -> None:

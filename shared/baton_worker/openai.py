@@ -9,13 +9,18 @@ from baton_core.errors import ClientError
 from baton_core.request import FinishType
 from baton_worker.answer import Answer
 from baton_worker.http import encode_json
-from baton_worker.intake import Ask, Intake, Wanted
+from baton_worker.intake import Ask, Intake, Wanted, check_top_logprobs
+from baton_worker.openai_logprobs import chat_logprobs, completion_logprobs
 from baton_worker.respond import Route, event
 from baton_worker.schemas import ChatBody, ChatMessage, CompletionBody, Leg, OpenAIBody
+from baton_worker.tokenizer import Tokenizer
 from baton_worker.worker import Worker
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions; a chat may use the rest of the context."""
+
+TOP_LOGPROBS_MAX = 20
+"""OpenAI's limit for chats, here for both routes."""
 
 DONE = b"data: [DONE]\n\n"
 FINISH_REASONS = {FinishType.STOP: "stop", FinishType.LENGTH: "length", FinishType.ABORT: "abort"}
@@ -24,7 +29,8 @@ FINISH_REASONS = {FinishType.STOP: "stop", FinishType.LENGTH: "length", FinishTy
 def ask_of_completion(body: CompletionBody, leg: Leg, _intake: Intake) -> Ask:
     """What a completion asks for. Raises ClientError."""
     longest = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    return Ask(leg=leg, prompt=_one_prompt(body.prompt), wanted=_wanted(body, longest), stream=body.stream is True)
+    wanted = _wanted(body, longest, _completion_top(body.logprobs))
+    return Ask(leg=leg, prompt=_one_prompt(body.prompt), wanted=wanted, stream=body.stream is True)
 
 
 def ask_of_chat(body: ChatBody, leg: Leg, intake: Intake) -> Ask:
@@ -33,8 +39,9 @@ def ask_of_chat(body: ChatBody, leg: Leg, intake: Intake) -> Ask:
         raise ClientError("messages is empty")
     prompt = intake.tokenizer.render_chat([_message(message) for message in body.messages])
     longest = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    wanted = _wanted(body, longest, _chat_top(body))
     # The template writes whatever special tokens the model wants.
-    return Ask(leg=leg, prompt=prompt, wanted=_wanted(body, longest), stream=body.stream is True, add_special=False)
+    return Ask(leg=leg, prompt=prompt, wanted=wanted, stream=body.stream is True, add_special=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +55,7 @@ class Shape:
     opening: dict[str, Any] | None  # what a stream says first, alone
     delta: Callable[[str], dict[str, Any]]  # new text, in a stream
     closing: dict[str, Any]  # goes with the finish reason
+    logprobs: Callable[[Answer, Tokenizer, int, int], dict[str, Any]]  # of the tokens from … to …
 
 
 TEXT = Shape(
@@ -58,6 +66,7 @@ TEXT = Shape(
     opening=None,
     delta=lambda text: {"text": text},
     closing={"text": ""},
+    logprobs=completion_logprobs,
 )
 MESSAGE = Shape(
     kind="chat.completion",
@@ -67,14 +76,19 @@ MESSAGE = Shape(
     opening={"delta": {"role": "assistant", "content": ""}},
     delta=lambda text: {"delta": {"content": text}},
     closing={"delta": {}},
+    logprobs=chat_logprobs,
 )
 
 
 class OpenAIRenderer:
     """Writes one answer in a `Shape`."""
 
-    def __init__(self, shape: Shape, body: OpenAIBody, worker: Worker) -> None:
+    def __init__(self, shape: Shape, body: CompletionBody | ChatBody, worker: Worker) -> None:
         self._shape = shape
+        self._tokenizer = worker.intake.tokenizer
+        # Completions may ask for 0 of the likeliest tokens, which is not the same as for no logprobs.
+        self._judged = body.logprobs is not None and body.logprobs is not False
+        self._judged_tokens = 0  # how many have been sent with their logprobs
         self._model = worker.model.name if body.model is None else body.model
         self._usage_wanted = body.stream_options is not None and body.stream_options.include_usage is True
         self._created = int(time.time())
@@ -82,19 +96,19 @@ class OpenAIRenderer:
 
     def whole(self, answer: Answer) -> bytes:
         """The body of a complete answer."""
-        choice = self._choice(self._shape.content(answer.text), _finish(answer))
+        choice = self._choice(self._shape.content(answer.text), _finish(answer), self._logprobs(answer))
         return encode_json(self._frame(answer, self._shape.kind, [choice]) | {"usage": _usage(answer)})
 
     def chunk(self, answer: Answer, text: str) -> bytes:
-        """Events for what became visible."""
+        """Events for what became visible; a token's logprobs go with its text, those without text with the next."""
         choices = []
         if not self._opened and self._shape.opening is not None:
             choices.append(self._choice(self._shape.opening, None))
             self._opened = True
         if text:
-            choices.append(self._choice(self._shape.delta(text), None))
+            choices.append(self._choice(self._shape.delta(text), None, self._logprobs(answer)))
         if answer.ending is not None:
-            choices.append(self._choice(self._shape.closing, _finish(answer)))
+            choices.append(self._choice(self._shape.closing, _finish(answer), self._logprobs(answer)))
         return b"".join(event(self._frame(answer, self._shape.chunk_kind, [choice])) for choice in choices)
 
     def tail(self, answer: Answer) -> bytes:
@@ -103,8 +117,18 @@ class OpenAIRenderer:
             return DONE
         return event(self._frame(answer, self._shape.chunk_kind, []) | {"usage": _usage(answer)}) + DONE
 
-    def _choice(self, content: dict[str, Any], finish: str | None) -> dict[str, Any]:
-        return {"index": 0, **content, "logprobs": None, "finish_reason": finish}
+    def _choice(
+        self, content: dict[str, Any], finish: str | None, logprobs: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        return {"index": 0, **content, "logprobs": logprobs, "finish_reason": finish}
+
+    def _logprobs(self, answer: Answer) -> dict[str, Any] | None:
+        """Of the tokens that are settled and not sent yet; None where there are none, or none are asked for."""
+        first, end = self._judged_tokens, answer.settled_tokens if self._judged else 0
+        if end <= first:
+            return None
+        self._judged_tokens = end
+        return self._shape.logprobs(answer, self._tokenizer, first, end)
 
     def _frame(self, answer: Answer, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -131,7 +155,22 @@ def _usage(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _wanted(body: OpenAIBody, longest: int | None) -> Wanted:
+def _completion_top(logprobs: int | bool | None) -> int | None:
+    if logprobs is None or logprobs is False:
+        return None
+    if logprobs is True:
+        raise ClientError(f"logprobs must be a number between 0 and {TOP_LOGPROBS_MAX}")
+    return check_top_logprobs("logprobs", logprobs, TOP_LOGPROBS_MAX)
+
+
+def _chat_top(body: ChatBody) -> int | None:
+    top = check_top_logprobs("top_logprobs", body.top_logprobs or 0, TOP_LOGPROBS_MAX)
+    if top and not body.logprobs:
+        raise ClientError("top_logprobs needs logprobs: true")
+    return top if body.logprobs else None
+
+
+def _wanted(body: OpenAIBody, longest: int | None, logprobs: int | None) -> Wanted:
     return Wanted(
         max_new_tokens=longest,
         min_new_tokens=body.min_tokens,
@@ -145,6 +184,7 @@ def _wanted(body: OpenAIBody, longest: int | None) -> Wanted:
         ignore_eos=body.ignore_eos,
         skip_special_tokens=body.skip_special_tokens,
         no_stop_trim=body.no_stop_trim,
+        logprobs=logprobs,
     )
 
 

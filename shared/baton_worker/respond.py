@@ -108,6 +108,7 @@ async def _open(
         stop=prepared.stop,
         skip_special=prepared.skip_special,
         keep_stop=prepared.keep_stop,
+        judged=prepared.sampling.logprobs is not None,
     )
     renderer = route.renderer(body, worker, started)
     stream = worker.submit(prepared, rid, budget_ms)

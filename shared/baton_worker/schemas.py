@@ -1,7 +1,8 @@
 """Bodies of the inference routes: SGLang's `/generate` and OpenAI's two, decoded strictly, known keys only honoured.
 
-A key we know but do not honour yet is refused by name unless its value asks for nothing (`NO_OPS`); keys we do not know
-are ignored at the top level, as SGLang does, and refused inside `sampling_params`.
+A key we know but do not honour yet is refused by name unless its value asks for nothing (`NO_OPS`). Keys we do not know
+are ignored at the top level of `/generate`, as SGLang does; inside `sampling_params` and on OpenAI's routes, where a
+misspelt key would silently change the answer, they are refused.
 """
 
 from collections.abc import Mapping
@@ -70,12 +71,17 @@ class GenerateBody(Leg, kw_only=True):
     sampling_params: SamplingParams | None = None
     stream: bool | None = None
     return_prompt_token_ids: bool | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: int | None = None  # null and -1: none of the prompt's
+    top_logprobs_num: int | None = None
+    return_text_in_logprobs: bool | None = None
 
 
-class StreamOptions(msgspec.Struct, kw_only=True):
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """`stream_options` of the OpenAI routes."""
 
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # padding against eavesdroppers: there is none here
 
 
 class OpenAIBody(Leg, kw_only=True):
@@ -102,6 +108,7 @@ class CompletionBody(OpenAIBody, kw_only=True):
     """Body of `/v1/completions`. `prompt` may be one text, one list of token ids, or a list of one of these."""
 
     prompt: str | list[Any]
+    logprobs: int | bool | None = None  # how many; false asks for nothing
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
@@ -124,6 +131,8 @@ class ChatBody(OpenAIBody, kw_only=True):
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
 
 _SAMPLING_NO_OPS: dict[str, tuple[object, ...]] = {
@@ -159,12 +168,13 @@ _OPENAI_NO_OPS: dict[str, tuple[object, ...]] = _ANY_ROUTE_NO_OPS | {
     "frequency_penalty": (0,),
     "json_schema": ("",),
     "logit_bias": ({},),
-    "logprobs": (False,),
     "presence_penalty": (0,),
     "regex": ("",),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "stop_regex": ("", []),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
     "structural_tag": ("",),
 }
 
@@ -176,12 +186,8 @@ NO_OPS: dict[type[msgspec.Struct], dict[str, tuple[object, ...]]] = {
         "image_data": ([],),
         "video_data": ([],),
         "input_embeds": (),
-        "logprob_start_len": (-1, 0),
-        "return_logprob": (False,),
         "return_sampling_mask": (False,),
-        "return_text_in_logprobs": (False,),
         "token_ids_logprob": ([],),
-        "top_logprobs_num": (0,),
     },
     CompletionBody: _OPENAI_NO_OPS | {"best_of": (1,), "echo": (False,), "suffix": ("",)},
     ChatBody: _OPENAI_NO_OPS
@@ -192,20 +198,39 @@ NO_OPS: dict[type[msgspec.Struct], dict[str, tuple[object, ...]]] = {
         "function_call": ("none", "auto"),
         "functions": ([],),
         "modalities": (["text"],),
+        "parallel_tool_calls": (True, False),
         "prediction": (),
+        "reasoning_effort": ("none",),
         "tool_choice": ("none", "auto"),
         "tools": ([],),
-        "top_logprobs": (0,),
+        "verbosity": ("medium",),
         "web_search_options": (),
     },
 }
 """Keys we know and do not honour yet, with the values (besides null) that ask for nothing."""
 
-_UNHONOURED: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
-    body: msgspec.json.Decoder(msgspec.defstruct(f"Unhonoured{body.__name__}", [(key, Any, None) for key in keys]))
-    for body, keys in NO_OPS.items()
-    if body is not SamplingParams
-}
+INDIFFERENT = frozenset(
+    {
+        "bootstrap_pair_key",
+        "conversation_id",
+        "decode_tp_size",
+        "log_metrics",
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "routing_key",
+        "safety_identifier",
+        "separate_reasoning",
+        "stream_reasoning",
+        "user",
+    }
+)
+"""Keys of OpenAI's clients and of SGLang's router that change no answer of ours, whatever they say."""
+
+ASKS_FOR_NOTHING: tuple[object, ...] = (None, False, "", [], {})
+"""What a key that we do not know may say on OpenAI's routes."""
+
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _DECODERS: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
     body: msgspec.json.Decoder(body) for body in (GenerateBody, CompletionBody, ChatBody, Leg)
 }
@@ -214,7 +239,13 @@ _DECODERS: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
 def decode(raw: bytes, body: type[Body]) -> Body:
     """`raw` as a `body`. Raises ClientError naming the field, also for a known key that is not honoured."""
     decoded: Body = _decode(raw, _DECODERS[body])
-    refuse_unhonoured(_decode(raw, _UNHONOURED[body]), NO_OPS[body])
+    others = {key: value for key, value in _decode(raw, _FIELDS).items() if key not in body.__struct_fields__}
+    for key, value in others.items():
+        if key in NO_OPS[body]:
+            _refuse_unless(key, msgspec.json.decode(value), NO_OPS[body][key])
+        elif issubclass(body, OpenAIBody) and key not in INDIFFERENT:
+            if msgspec.json.decode(value) not in ASKS_FOR_NOTHING:
+                raise ClientError(f"{key[:64]} is not a known parameter; leave it out")
     return decoded
 
 
@@ -230,9 +261,12 @@ def decode_leg(raw: bytes) -> Leg | None:
 def refuse_unhonoured(body: msgspec.Struct, no_ops: Mapping[str, tuple[object, ...]]) -> None:
     """Raise ClientError if a key of `no_ops` asks for something."""
     for key, accepted in no_ops.items():
-        value = getattr(body, key)
-        if value is not None and value not in accepted:
-            raise ClientError(f"{key} is not supported yet; leave it out")
+        _refuse_unless(key, getattr(body, key), accepted)
+
+
+def _refuse_unless(key: str, value: object, accepted: tuple[object, ...]) -> None:
+    if value is not None and value not in accepted:
+        raise ClientError(f"{key} is not supported yet; leave it out")
 
 
 def _decode(raw: bytes, decoder: "msgspec.json.Decoder[Any]") -> Any:

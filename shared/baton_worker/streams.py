@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from baton_core.effects import Emit
 from baton_core.errors import ClientError, Overloaded, Reason, Verdict
-from baton_core.request import Finish, FinishType, RequestId
+from baton_core.request import Finish, FinishType, RequestId, TokenLogprob
 
 REMEMBERED_IDS_MAX = 65_536
 """Ids used lately: the scheduler may hold one a while after its answer, until nobody can touch its pages."""
@@ -19,22 +19,35 @@ REMEMBERED_IDS_MAX = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """New tokens since the last delivery, and the end if it has come."""
+    """New tokens since the last delivery, and the end if it has come; logprobs, one a token, for who asked for them."""
 
     tokens: tuple[int, ...]
     finish: Finish | None
     cached_tokens: int
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class RequestStream:
     """Tokens of one request, until its end. `rid` is the id the client knows, `scheduler_rid` the scheduler's."""
 
-    __slots__ = ("_cached_tokens", "_finish", "_tokens", "_waiter", "rid", "scheduler_rid")
+    __slots__ = (
+        "_cached_tokens",
+        "_finish",
+        "_logprobs",
+        "_prompt_logprobs",
+        "_tokens",
+        "_waiter",
+        "rid",
+        "scheduler_rid",
+    )
 
     def __init__(self, rid: RequestId, scheduler_rid: RequestId) -> None:
         self.rid = rid
         self.scheduler_rid = scheduler_rid
         self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._prompt_logprobs: list[TokenLogprob] = []
         self._finish: Finish | None = None
         self._cached_tokens = 0
         self._waiter: asyncio.Future[None] | None = None
@@ -48,6 +61,11 @@ class RequestStream:
         """The scheduler said something. Ignored after the end."""
         if self._finish is not None:
             return
+        if emit.logprobs:
+            # A token that came without (its prefill leg was not asked) must not shift those of the others.
+            self._logprobs += map(unjudged, self._tokens[len(self._logprobs) :])
+            self._logprobs += emit.logprobs
+        self._prompt_logprobs += emit.prompt_logprobs
         self._tokens += emit.tokens
         self._finish = emit.finish
         self._cached_tokens = emit.cached_tokens or self._cached_tokens
@@ -62,12 +80,24 @@ class RequestStream:
         if not self._tokens and self._finish is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        tokens, self._tokens = tuple(self._tokens), []
-        return Delivery(tokens, self._finish, self._cached_tokens)
+        delivery = Delivery(
+            tokens=tuple(self._tokens),
+            finish=self._finish,
+            cached_tokens=self._cached_tokens,
+            logprobs=tuple(self._logprobs),
+            prompt_logprobs=tuple(self._prompt_logprobs),
+        )
+        self._tokens, self._logprobs, self._prompt_logprobs = [], [], []
+        return delivery
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def unjudged(token: int) -> TokenLogprob:
+    """What is said of a token whose logprob is not known."""
+    return TokenLogprob(token=token, logprob=None)
 
 
 class Streams:

@@ -8,6 +8,9 @@
     die…    the process exits with code 3
     stall…  the process stops reading
 
+Who asks for logprobs gets -token/1000 for each token, and of the likeliest beside it the token itself and those that
+follow it, each worth 1 less. A decode worker says nothing about the prompt of a request with a room.
+
 What it was told is counted in the gauges of its snapshots: `seen{event=Abort}`, `rejected{reason=…}`.
 """
 
@@ -22,10 +25,10 @@ import zmq
 from baton_core.effects import Emit, LookUp
 from baton_core.errors import Reason, Verdict
 from baton_core.events import Abort, AbortAll, LookupFailed, Resolved, StopHere, Submit
-from baton_core.request import Finish, FinishType, Request
+from baton_core.request import Finish, FinishType, Request, TokenLogprob
 from baton_io.config import from_json
 from baton_io.ipc import TO_APP, TO_RANK, Emits, LookUps, Ping, RankReady, Snapshot, Stop
-from baton_worker.config import RankConfig
+from baton_worker.config import RankConfig, Role
 
 CONTEXT_TOKENS = 512
 
@@ -39,6 +42,8 @@ class ScriptedRank:
         self._live: dict[str, Request] = {}
         self._gauges: Counter[str] = Counter()
         self._turns = 0
+        self._top: dict[str, int] = {}
+        self._scores: dict[str, list[TokenLogprob]] = {}
 
     def run(self) -> None:
         self._say(
@@ -88,6 +93,7 @@ class ScriptedRank:
             self._emit(request.rid, finish=Finish(type=FinishType.ABORT, verdict=request.rejected))
             return
         self._live[request.rid] = request
+        self._note_logprobs(request)
         self._gauges[f"sampling{{seed={request.sampling.seed},most={request.sampling.max_new_tokens}}}"] += 1
         act = {
             "hold": lambda: self._emit(request.rid, request.prompt[:1]),
@@ -99,6 +105,16 @@ class ScriptedRank:
             "look": lambda: self._say(LookUps(lookups=(LookUp(rid=request.rid, bootstrap=request.bootstrap),))),
         }
         act.get(request.rid.split("-")[0][:4], lambda: self._echo(request))()
+
+    def _note_logprobs(self, request: Request) -> None:
+        asked = request.sampling
+        if asked.logprobs is not None:
+            self._top[request.rid] = asked.logprobs
+        if asked.prompt_logprobs_from is None or (request.room and self._config.role is Role.DECODE):
+            return
+        scored = [judged(token, asked.logprobs or 0) for token in request.prompt]
+        scored[0] = TokenLogprob(token=request.prompt[0], logprob=None)
+        self._scores[request.rid] = scored[asked.prompt_logprobs_from :]
 
     def _echo(self, request: Request) -> None:
         # The last one goes out with the finish, as from the real core; a frame that is no message must harm nobody.
@@ -117,10 +133,22 @@ class ScriptedRank:
     def _emit(self, rid: str, tokens: tuple[int, ...] = (), finish: Finish | None = None) -> None:
         if finish is not None:
             self._live.pop(rid, None)
-        self._say(Emits(emits=(Emit(rid=rid, tokens=tokens, finish=finish),)))
+        scores = tuple(self._scores.pop(rid, ())) if tokens else ()
+        top = self._top.get(rid)
+        logprobs = () if top is None else tuple(judged(token, top) for token in tokens)
+        emit = Emit(rid=rid, tokens=tokens, finish=finish, logprobs=logprobs, prompt_logprobs=scores)
+        self._say(Emits(emits=(emit,)))
 
     def _say(self, message: object) -> None:
         self._socket.send(TO_APP.encode(message))
+
+
+def judged(token: int, top: int) -> TokenLogprob:
+    """What this rank says of a token."""
+    logprob = -token / 1000
+    return TokenLogprob(
+        token=token, logprob=logprob, top=tuple((token + index, logprob - index) for index in range(top))
+    )
 
 
 def main() -> None:

@@ -28,6 +28,8 @@ ATTEMPTS = 8  # prompts tried for one length before it is left out
 SHORT_LENGTHS = (1, 2, 5, 17, 33, 63, 64, 65, 100, 127, 128, 129, 200, 256, 300, 400, 511, 512, 600)
 LONG_LENGTHS = (1, 17, 64, 65, 511, 512, 513, 1024, 1025, 2049, 3000)
 CONTROL_TOKEN = 3
+LOGPROBS_OF = "chat-capital"  # the prompt whose logprobs are kept too, with the likeliest tokens of every position
+TOP = 5
 
 CHATS = (
     ("capital", "What is the capital of France? Answer briefly."),
@@ -128,6 +130,22 @@ class Oracle:
             stopped_by_eos=output_ids[-1] in END_IDS,
         )
 
+    @torch.inference_mode()
+    def logprobs(self, prompt: Prompt) -> list[dict[str, object]]:
+        """Of every token of prompt and answer but the first: its log-softmax, and the likeliest tokens' in its place."""
+        tokens = prompt.input_ids + prompt.output_ids
+        logits = self._model(input_ids=torch.tensor([tokens])).logits[0]
+        judged = logits.float().log_softmax(dim=-1)
+        rows: list[dict[str, object]] = []
+        for token, row in zip(tokens[1:], judged, strict=False):
+            best = row.topk(TOP)
+            top = [
+                [number, round(float(value), 6)]
+                for number, value in zip(best.indices.tolist(), best.values, strict=True)
+            ]
+            rows.append({"token": token, "logprob": round(float(row[token]), 6), "top": top})
+        return rows
+
 
 def prose(start: int) -> Iterator[str]:
     """Sentences without end, different for every `start`."""
@@ -189,8 +207,16 @@ def write(path: Path, file_name: str, prompts: list[Prompt]) -> None:
     print(f"{path.name}: {len(prompts)} prompts, {path.stat().st_size} bytes")
 
 
+def write_logprobs(path: Path, prompt: Prompt, rows: list[dict[str, object]]) -> None:
+    """Write the logprobs of one prompt and its answer, one token a line."""
+    head = {"name": prompt.name, "input_ids": prompt.input_ids, "output_ids": prompt.output_ids}
+    lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
+    path.write_text(f'{json.dumps(head)[:-1]},\n"logprobs": [\n{lines}\n]}}\n')
+    print(f"{path.name}: {len(rows)} tokens, {path.stat().st_size} bytes")
+
+
 def main() -> None:
-    """Make both files beside this one, or in `--into`."""
+    """Make all files beside this one, or in `--into`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--into", type=Path, default=Path(__file__).parent)
     parser.add_argument("--threads", type=int, default=1)
@@ -202,6 +228,8 @@ def main() -> None:
     assert len(short) >= 12, f"only {len(short)} sure prompts: add candidates"
     assert any(prompt.stopped_by_eos for prompt in short), "no prompt ends early: add one"
     write(arguments.into / "smollm2.json", file_name, short)
+    judged = next(prompt for prompt in short if prompt.name == LOGPROBS_OF)
+    write_logprobs(arguments.into / "smollm2_logprobs.json", judged, oracle.logprobs(judged))
     long = list(filter(None, (first_sure(oracle, length) for length in LONG_LENGTHS)))
     assert len(long) == len(LONG_LENGTHS), "a length has no sure prompt: add candidates"
     write(arguments.into / "smollm2_long.json", file_name, long)

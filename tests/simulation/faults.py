@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from baton_core.effects import LookUp
 from baton_core.errors import Reason, Verdict
-from baton_core.events import AbortAll, BootstrapInfos, DrainBegan, LookupFailed, RankEndpoint, Resolved
+from baton_core.events import AbortAll, BootstrapInfos, DrainBegan, FlushCache, LookupFailed, RankEndpoint, Resolved
 
 if TYPE_CHECKING:
     from simulation.process import Process
@@ -66,6 +66,8 @@ class Chaos:
 
     def __init__(self, world: "World") -> None:
         self.world = world
+        for _ in range(world.shape.flushes):
+            world.at(world.random.randrange(world.shape.arrivals_ms), self._flush)
         for _ in range(world.shape.process_faults):
             kind = world.random.choice(self.KINDS)
             world.at(world.random.randrange(world.shape.heal_ms), getattr(self, f"_{kind}"))
@@ -141,6 +143,12 @@ class Chaos:
             self.world.fault("drain", victim)
             victim.draining = True
             victim.put(DrainBegan())
+
+    def _flush(self) -> None:
+        victim = self._victim()
+        if victim is not None:
+            self.world.fault("cache_flushed", victim)
+            victim.put(FlushCache())
 
     def _abort_all(self) -> None:
         victim = self._victim()

@@ -78,10 +78,12 @@ def check_cause(world: "World", reason: Reason, text: str) -> None:
     causes = _CAUSES.get(reason)
     if causes is None:
         return
-    found = any(world.tally.faults[kind] for kind in causes)
+    narrow = world.shape.limits.link_window < _NARROW and reason in (Reason.PEER_LOST, Reason.TRANSFER_FAILED)
+    found = narrow or any(world.tally.faults[kind] for kind in causes)
     require(found, "cause", f"{reason.name} ({text}) though there was none of {', '.join(causes)}")
 
 
+_NARROW = 1_000  # such a window of a link may fill without any fault
 _LINKS = ("frame_lost", "frame_late", "frame_repeated", "crash", "pause", "partition", "clock_jump", "slow_worker")
 _MIXED_UP = ("leg_repeated", "room_reused")
 _STREAMS = (*_LINKS, "restart", "drain", "transfer_slow", "transfer_error", "writer_stuck", "reader_stuck")
@@ -140,6 +142,8 @@ def check_step(process: "Process", plan: StepPlan) -> None:
         if handoff is None:
             raise Broken(f"law of pages: {process} computes {piece.rid}, which is over")
         require(handoff.pages == piece.pages, "law of pages", f"{process} computes pages that {piece.rid} lost")
+        shared = len(handoff.shared) * process.world.shape.page_tokens
+        require(piece.start >= shared, "law of pages", f"{process} {piece.rid} writes a page that the cache shares")
 
 
 def check_rest(processes: Sequence["Process"]) -> None:

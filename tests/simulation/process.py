@@ -80,6 +80,7 @@ class Process:
                 page_tokens=shape.page_tokens,
                 context_tokens=shape.context_tokens,
                 fingerprint=fingerprint,
+                prefix_cache=shape.prefix_cache,
                 dp_rank=1 if shape.other_ranks and name == "P0" else 0,
             )
             self.transfer = FakeSender(self) if shape.backend == "fake" else Sender(self)

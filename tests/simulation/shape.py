@@ -76,6 +76,8 @@ class Shape:
     rates: Rates
     manners: Manners
     process_faults: int
+    flushes: int
+    prefix_cache: bool
 
     @property
     def tells_in_time(self) -> bool:
@@ -116,6 +118,8 @@ def draw_shape(seed: int, random: Random) -> Shape:
         other_ranks=random.random() < 0.05,
         rates=_rates(random, profile),
         manners=_manners(random),
+        flushes=random.choice((0, 0, 0, 2)),
+        prefix_cache=random.random() < 0.85,
         process_faults=random.randint(1, 3) if profile in ("process", "all") else 0,
     )
 

@@ -14,6 +14,7 @@ FAULTS = (
     "abort_all",
     "pause",
     "slow_worker",
+    "cache_flushed",
     "clock_jump",
     "partition",
     "frame_lost",

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,7 +69,8 @@ def test_unknown_top_level_keys_and_known_ones_that_ask_for_nothing_are_taken(to
 @pytest.mark.parametrize(
     ("body", "names"),
     [
-        ({"text": "Hi", "return_logprob": True}, "return_logprob is not supported yet"),
+        ({"text": "Hi", "token_ids_logprob": [1]}, "token_ids_logprob is not supported yet"),
+        ({"text": "Hi", "return_hidden_states": True}, "return_hidden_states is not supported yet"),
         ({"text": "Hi", "sampling_params": {"n": 2}}, "n is not supported yet"),
         ({"text": "Hi", "sampling_params": {"json_schema": "{}"}}, "json_schema is not supported yet"),
         ({"text": "Hi", "sampling_params": {"presence_penalty": 0.5}}, "presence_penalty is not supported yet"),
@@ -167,17 +169,44 @@ def test_chat_content_may_come_in_text_parts(tokenizer: Tokenizer) -> None:
         prepare_chat(tokenizer, messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
 
 
-@pytest.mark.parametrize("key", ["tools", "logprobs", "n", "response_format", "logit_bias"])
+@pytest.mark.parametrize("key", ["tools", "reasoning_effort", "n", "response_format", "logit_bias"])
 def test_a_chat_key_that_is_not_honoured_is_named(tokenizer: Tokenizer, key: str) -> None:
     value = {
         "tools": [{}],
-        "logprobs": True,
+        "reasoning_effort": "high",
         "n": 2,
         "response_format": {"type": "json_object"},
         "logit_bias": {"1": 2},
     }
     with pytest.raises(ClientError, match=f"{key} is not supported yet"):
         prepare_chat(tokenizer, **{key: value[key]})
+
+
+def test_logprobs_are_asked_for_only_when_the_client_asks(tokenizer: Tokenizer) -> None:
+    silent = prepare(tokenizer, {"text": "Hi", "top_logprobs_num": 5, "logprob_start_len": 0}).sampling
+    answer = prepare(tokenizer, {"text": "Hi", "return_logprob": True}).sampling
+    everything = {"text": "Hi", "return_logprob": True, "top_logprobs_num": 5, "logprob_start_len": 0}
+    both = prepare(tokenizer, everything).sampling
+    assert (silent.logprobs, silent.prompt_logprobs_from) == (None, None)
+    assert (answer.logprobs, answer.prompt_logprobs_from) == (0, None)
+    assert (both.logprobs, both.prompt_logprobs_from) == (5, 0)
+    legs = [prepare(tokenizer, everything | ROOM, role).sampling for role in (Role.DECODE, Role.PREFILL)]
+    assert legs[0] == legs[1] == replace(both, seed=legs[0].seed)
+    assert prepare_chat(tokenizer, logprobs=True).sampling.logprobs == 0
+    assert prepare_chat(tokenizer, logprobs=True, top_logprobs=20).sampling.logprobs == 20
+    assert prepare_chat(tokenizer, logprobs=False, top_logprobs=0).sampling.logprobs is None
+
+
+def test_logprobs_of_a_prompt_are_bounded(tokenizer: Tokenizer) -> None:
+    door = intake(tokenizer)
+    body = {"input_ids": [5] * 1_100, "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 128}
+    decoded = decode(json.dumps(body).encode(), GenerateBody)
+    with pytest.raises(ClientError, match="141900 logprobs of the prompt, at most 131072"):
+        asyncio.run(door.prepare(generate.ask_of(decoded, decoded, door), 2_048))
+    decoded = decode(json.dumps(body | {"logprob_start_len": 200}).encode(), GenerateBody)
+    assert (
+        asyncio.run(door.prepare(generate.ask_of(decoded, decoded, door), 2_048)).sampling.prompt_logprobs_from == 200
+    )
 
 
 def test_a_completion_takes_one_text_or_one_list_of_ids() -> None:

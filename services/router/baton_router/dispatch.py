@@ -39,6 +39,8 @@ from baton_router.exchange import (
 )
 from baton_router.failures import CLIENT_GONE_STATUS, RETRYABLE, Failure, FailureKind, leg_failure, own_failure
 from baton_router.legs import Attempt, Call, FirstBytes
+from baton_router.merged import merged
+from baton_router.merging import asks_for_scores
 from baton_router.metrics import RouterMetrics
 from baton_router.upstream import Upstream, UpstreamLost
 
@@ -158,6 +160,8 @@ class Dispatch:
         attempt = Attempt(pair, call, upstream=self._upstream, directory=self._directory)
         try:
             outcome = await attempt.outcome()
+            if isinstance(outcome, FirstBytes) and call.wants_scores:
+                outcome = await self._merged(trip, attempt, outcome)
             failure = await self._relay(trip, outcome) if isinstance(outcome, FirstBytes) else outcome
             if failure is None:
                 attempt.leave(trip.deadline_s)
@@ -183,6 +187,7 @@ class Dispatch:
             path=exchange.route,
             body=body_for_workers(fields, bootstrap),
             headers={"content-type": "application/json", "x-request-id": rid, "x-baton-budget-ms": str(left_ms)},
+            wants_scores=asks_for_scores(exchange.route, fields),
         )
 
     def _bootstrap(self, pair: Pair) -> Bootstrap | None:
@@ -193,6 +198,19 @@ class Dispatch:
             return Bootstrap(host=pair.prefill.bootstrap_host, port=pair.prefill.bootstrap_port, room=room)
         host, port = self._settings.registry
         return Bootstrap(host=host, port=port, room=room, instance=pair.prefill.instance or None)
+
+    async def _merged(self, trip: Trip, attempt: Attempt, first: FirstBytes) -> FirstBytes | Failure:
+        """Decode's answer with the prompt's logprobs; prefill has them at the time of decode's first token."""
+        trip.exchange.stage = "waiting for the prompt's logprobs"
+        scores = await attempt.prompt_scores()
+        if isinstance(scores, Failure):
+            return scores
+        if scores is None or not any(scores.values()):
+            return first  # nothing to put in: bytes pass as they are
+        try:
+            return await merged(first, scores)
+        except UpstreamLost as lost:
+            return _lost(attempt.pair, lost)
 
     async def _relay(self, trip: Trip, first: FirstBytes) -> Failure | None:
         """Pass decode's answer on to its end; a failure when it breaks off."""
@@ -209,8 +227,7 @@ class Dispatch:
                 chunk = await first.answer.read()
         except UpstreamLost as lost:
             assert trip.pair is not None
-            url = trip.pair.decode.url
-            return leg_failure(FailureKind.LOST, f"decode worker {url}: {lost.text}", url)
+            return _lost(trip.pair, lost)
         await exchange.end()
         return None
 
@@ -252,3 +269,8 @@ class Dispatch:
             ttft_ms=None if trip.first_byte_s is None else round((trip.first_byte_s - trip.began_s) * 1000, 1),
             failure=None if exchange.failure is None else exchange.failure.text,
         )
+
+
+def _lost(pair: Pair, lost: UpstreamLost) -> Failure:
+    url = pair.decode.url
+    return leg_failure(FailureKind.LOST, f"decode worker {url}: {lost.text}", url)

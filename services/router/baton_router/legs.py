@@ -14,6 +14,7 @@ from baton_core.limits import Millis
 from baton_core.routing.pair import Pair
 from baton_core.routing.workers import Worker
 from baton_router.directory import Directory
+from baton_router.exchange import EVENT_STREAM
 from baton_router.failures import (
     BUSY_STATUS,
     JSON_TYPE,
@@ -24,23 +25,26 @@ from baton_router.failures import (
     leg_failure,
     prefer,
 )
+from baton_router.merging import Scores, scores_in
 from baton_router.upstream import Answer, Upstream, UpstreamError, UpstreamLost, UpstreamRefused, read_all
 
 CAUSE_GRACE_MS: Millis = 50
 ERROR_BODY_MS: Millis = 1_000
 ERROR_BODY_BYTES_MAX = 1 << 20
 DROPPED_BYTES_MAX = 64 << 20
+SCORES_BYTES_MAX = 128 << 20
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What both legs send."""
+    """What both legs send. With `wants_scores` prefill's answer is kept: it holds the prompt's logprobs."""
 
     path: str
     body: bytes
     headers: Mapping[str, str]
+    wants_scores: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,16 +113,16 @@ class Attempt:
 
     def __init__(self, pair: Pair, call: Call, *, upstream: Upstream, directory: Directory) -> None:
         self.pair = pair
-        self._prefill = (
-            None if pair.prefill is None else Leg(pair.prefill, call, _drop, upstream=upstream, directory=directory)
-        )
-        if self._prefill is not None:
+        self._prefill: Leg[Scores | None] | None = None
+        if pair.prefill is not None:
+            consume = _read_scores if call.wants_scores else _drop
+            self._prefill = Leg(pair.prefill, call, consume, upstream=upstream, directory=directory)
             self._prefill.end_when_done()
         self._decode = Leg(pair.decode, call, _first_bytes, upstream=upstream, directory=directory)
 
     async def outcome(self) -> FirstBytes | Failure:
         """Decode's first bytes, or the failure that the client should see."""
-        pending: list[asyncio.Task[FirstBytes | Failure] | asyncio.Task[Failure | None]] = [self._decode.task]
+        pending: list[asyncio.Task[FirstBytes | Failure] | asyncio.Task[Scores | Failure | None]] = [self._decode.task]
         if self._prefill is not None:
             pending.append(self._prefill.task)
         failure: Failure | None = None
@@ -137,6 +141,20 @@ class Attempt:
                 break
         assert failure is not None, "decode ended with neither an answer nor a failure"
         return failure
+
+    async def prompt_scores(self) -> Scores | Failure | None:
+        """What prefill says about the prompt, with `wants_scores`; None where no prefill worker takes part.
+
+        An answer without them is a failure: the client would take what is left for all that it asked for.
+        """
+        if self._prefill is None:
+            return None
+        await asyncio.wait([self._prefill.task])
+        result, worker = self._prefill.task.result(), self._prefill.worker
+        if result is not None:
+            return result
+        text = f"{_named(worker)} answered without the prompt's logprobs"
+        return leg_failure(FailureKind.ANSWERED, text, worker.url)
 
     def end(self) -> None:
         """Close both legs. Harmless when repeated."""
@@ -161,6 +179,12 @@ async def _first_bytes(answer: Answer) -> FirstBytes:
     return FirstBytes(answer=answer, chunk=await answer.read())
 
 
+async def _read_scores(answer: Answer) -> Scores | None:
+    """Prefill's logprobs of the prompt, from a body that is JSON or, where the client streams, events."""
+    is_event_stream = answer.headers.get("content-type", "").startswith(EVENT_STREAM)
+    return scores_in(await read_all(answer, SCORES_BYTES_MAX), is_event_stream=is_event_stream)
+
+
 async def _drop(answer: Answer) -> None:
     """Read prefill's body to its end, for nobody: only that it ends well matters."""
     size = 0
@@ -174,7 +198,7 @@ async def _drop(answer: Answer) -> None:
 async def _told(worker: Worker, answer: Answer) -> Failure:
     """What a worker says that did not take the request, in its own words, as far as they come."""
     kind = FailureKind.BUSY if answer.status == BUSY_STATUS else FailureKind.ANSWERED
-    text = f"{worker.role.value} worker {worker.url} answered {answer.status}"
+    text = f"{_named(worker)} answered {answer.status}"
     content_type = answer.headers.get("content-type", "application/octet-stream").encode("latin-1")
     try:
         async with asyncio.timeout(ERROR_BODY_MS / 1000):
@@ -202,4 +226,8 @@ def _stands(failure: Failure) -> bool:
 
 
 def _blame(worker: Worker, error: UpstreamError) -> str:
-    return f"{worker.role.value} worker {worker.url}: {error.text}"
+    return f"{_named(worker)}: {error.text}"
+
+
+def _named(worker: Worker) -> str:
+    return f"{worker.role.value} worker {worker.url}"
