@@ -63,6 +63,7 @@ class Running:
 
     @property
     def alive(self) -> bool:
+        """Whether the process still runs."""
         if self.child is not None:
             return self.child.poll() is None  # also reaps it
         return self.identity.alive

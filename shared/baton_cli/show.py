@@ -57,6 +57,7 @@ class Progress:
         self._painted = False
 
     def show(self, statuses: Sequence[Status]) -> None:
+        """Paint how far every process is; on a terminal in place, else a line a change."""
         elapsed_seconds = time.monotonic() - self._began
         for name, status in zip(self._names, statuses, strict=True):
             if status.stage is Stage.READY:

@@ -41,6 +41,7 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float) -> None:
+        """Count one value."""
         self.counts[bisect_left(self.buckets, value)] += 1
         self.total += value
 
