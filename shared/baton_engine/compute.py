@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 from baton_core.plan import StepPlan, StepResult
-
 from baton_engine.transfer.protocol import Poke
 
 

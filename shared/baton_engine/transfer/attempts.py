@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from baton_core.agreement import KVPoll, Observation, merge_status
 from baton_core.errors import Reason
 from baton_core.request import Incarnation, PageId, Room
-
 from baton_engine.transfer.protocol import Poke
 
 Key = tuple[Room, int]

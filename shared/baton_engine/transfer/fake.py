@@ -7,7 +7,6 @@ from baton_core.agreement import KVPoll, Poller
 from baton_core.effects import Push
 from baton_core.messages import MetadataRow, PageOrder
 from baton_core.request import Incarnation, PageId, Room
-
 from baton_engine.kv_pool import RowMemory
 from baton_engine.transfer.attempts import Attempt, AttemptTable, TablePoller
 from baton_engine.transfer.protocol import Poke

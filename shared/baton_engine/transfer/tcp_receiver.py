@@ -11,11 +11,11 @@ import threading
 from collections.abc import Sequence
 
 import structlog
+
 from baton_core.agreement import KVPoll, Poller
 from baton_core.errors import Reason
 from baton_core.messages import ROW_BYTES
 from baton_core.request import Incarnation, PageId, Room
-
 from baton_engine.kv_pool import PageMemory, RowMemory
 from baton_engine.transfer.attempts import Attempt, AttemptTable, TablePoller
 from baton_engine.transfer.protocol import Poke

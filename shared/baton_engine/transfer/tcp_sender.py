@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import structlog
+
 from baton_core.agreement import KVPoll, Poller
 from baton_core.effects import Push
 from baton_core.errors import Reason
 from baton_core.kv_layout import Layout, LayoutMismatch, Run, plan
 from baton_core.messages import PageOrder
 from baton_core.request import Incarnation, PageId, Room
-
 from baton_engine.kv_pool import PageMemory
 from baton_engine.transfer.attempts import Attempt, AttemptTable, TablePoller
 from baton_engine.transfer.protocol import Poke
