@@ -35,8 +35,11 @@ down: install ## stop what `make up ARGS=--detach` left running
 	$(BIN)/baton down $(ARGS)
 
 test: check ## everything that CI runs: check, tests, 1,000 seeds of the simulation
-	$(BIN)/python -m pytest -m 'not slow' tests
+	$(BIN)/python -m coverage run -m pytest -m 'not slow' tests/unit tests/simulation
+	$(BIN)/python -m coverage report --include 'shared/baton_core/*' --fail-under 95 --skip-covered
+	$(BIN)/python -m pytest -m 'not slow' tests/contract tests/gpu
 	$(BIN)/python tests/simulation/run.py --seeds $(SEEDS) --first $(FIRST)
+	$(BIN)/python -m pytest -m 'not slow' tests/integration
 
 test-parity: install ## the long comparison with Transformers' answers
 	$(BIN)/python -m pytest -m slow tests
@@ -71,5 +74,5 @@ $(BATON_STAMP): pyproject.toml $(TORCH_STAMP)
 	touch $@
 
 $(GOLD_STAMP): $(BATON_STAMP)
-	$(BIN)/python -m pip install '$(TRANSFORMERS)'
+	$(BIN)/python -m pip install '$(TRANSFORMERS)' 'accelerate>=1.0'
 	touch $@

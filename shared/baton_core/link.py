@@ -113,7 +113,9 @@ class Link:
         if now - self._heard_at >= self._limits.link_silent_ms:
             self.lost = f"nothing heard for {now - self._heard_at} ms (link_silent_ms {self._limits.link_silent_ms})"
             if self._suspected:
-                self.lost = f"its connection broke; nothing heard since (link_suspect_ms {self._limits.link_suspect_ms})"
+                self.lost = (
+                    f"its connection broke; nothing heard since (link_suspect_ms {self._limits.link_suspect_ms})"
+                )
             return ()
         if self._resend_at is not None and now >= self._resend_at:
             self._resend_at = now + self._limits.link_resend_ms
