@@ -157,9 +157,10 @@ class Ledger:
         self.effects.append(Forget(room=handoff.room, attempt=handoff.attempt))
 
     def allocate(self, pages: int) -> tuple[PageId, ...] | None:
-        """Pages from the pool, at the expense of cached ones that nobody uses; None if there are not as many."""
-        if self.cache is not None and pages > self.pool.free:
-            self.cache.evict(pages - self.pool.free)
+        """Pages from the pool, at the expense of cached ones that nobody uses; None, and none lost, if they do not do."""
+        missing = pages - self.pool.free
+        if self.cache is not None and 0 < missing <= self.cache.pages - self.cache.locked:
+            self.cache.evict(missing)
         return self.pool.allocate(pages)
 
     def free_row(self, handoff: Handoff) -> None:

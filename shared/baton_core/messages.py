@@ -9,7 +9,6 @@ import struct
 from dataclasses import dataclass
 
 from baton_core.errors import Reason, Verdict
-from baton_core.limits import Millis
 from baton_core.request import ROOM_MAX, TOP_LOGPROBS_MAX, Incarnation, PageId, Room, TokenLogprob
 
 
@@ -31,7 +30,6 @@ class Hello(_RoomMessage):
     digest: int  # `prompt_digest`
     fingerprint: str  # canonical text of the decode side's KV fingerprint
     dp_rank: int  # the prefill DP rank that decode resolved
-    waits_ms: Millis  # how long decode will wait for the other leg; the earlier of the two clocks decides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,6 +43,7 @@ class PrefixCache:
         self._born = 0
         self._uses = 0
         self.pages = 0
+        self.locked = 0  # pages that somebody reads
         self.hit_tokens = 0
         self.asked_tokens = 0
 
@@ -62,6 +63,7 @@ class PrefixCache:
         """Somebody reads these pages: keep them."""
         self._uses += 1
         for node in nodes:
+            self.locked += node.locks == 0
             node.locks += 1
             node.used_at = self._uses
 
@@ -75,6 +77,7 @@ class PrefixCache:
         for node in nodes:
             assert node.locks > 0, f"page {node.page} was not locked"
             node.locks -= 1
+            self.locked -= node.locks == 0
 
     def insert(self, tokens: Sequence[int], pages: Sequence[PageId]) -> list[PageId]:
         """Take over the full pages of a computed prompt; returns the pages that it does not keep.

@@ -287,7 +287,7 @@ class Clients:
             require(ended, "outcome", f"{process} {emit.rid} stopped at {finish.matched}")
         else:
             most = min(shape.context_tokens, shape.decode_pages * shape.page_tokens) - len(leg.request.prompt)
-            wanted = 1 if leg.side == "prefill" else max(1, min(sampling.max_new_tokens, most))
+            wanted = 1 if leg.side == "prefill" else min(sampling.max_new_tokens, most)
             require(leg.tokens == wanted, "outcome", f"{process} {emit.rid}: {leg.tokens} tokens, wanted {wanted}")
 
     def look_up_failed(self, process: "Process", rid: RequestId) -> None:

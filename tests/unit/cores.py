@@ -50,7 +50,6 @@ def hello(room: int = ROOM, attempt: int = 1, **fields: Any) -> Hello:
         "digest": prompt_digest(PROMPT),
         "fingerprint": FINGERPRINT,
         "dp_rank": 0,
-        "waits_ms": 10_000,
         **fields,
     }
     return Hello(room=room, attempt=attempt, **made)

@@ -54,7 +54,6 @@ def test_a_request_is_looked_up_greeted_ordered_and_streamed() -> None:
             digest=prompt_digest(PROMPT),
             fingerprint=FINGERPRINT,
             dp_rank=0,
-            waits_ms=10_000,
         )
     ]
     assert (bench.free, bench.phase()) == (8, "greeting"), "nothing is reserved before prefill accepted"

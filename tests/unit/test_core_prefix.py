@@ -2,7 +2,10 @@
 
 import random
 
+from baton_core.ledger import Ledger
+from baton_core.limits import Limits
 from baton_core.pages import PagePool
+from baton_core.prefill.phases import PREFILL
 from baton_core.prefix import PrefixCache
 
 SIZE = 4
@@ -82,3 +85,16 @@ def test_two_ranks_that_see_the_same_keep_the_same_tree() -> None:
         return cache.pages, [pool.free]
 
     assert life(5) == life(5)
+
+
+def test_a_prompt_that_would_not_fit_even_so_costs_the_cache_nothing() -> None:
+    pool, cache = made(4)
+    ledger = Ledger(PREFILL, Limits(), pool, rows=None)
+    ledger.cache = cache
+    cached(pool, cache, [1] * 8)
+    locked = cache.match([1] * 5)
+    cache.lock(locked)
+    assert ledger.allocate(4) is None
+    assert cache.pages == 2
+    assert ledger.allocate(3) is not None, "two are free, and one can be evicted"
+    assert cache.pages == 1

@@ -36,6 +36,9 @@ from baton_core.pages import PagePool
 from baton_core.plan import StepPlan, StepResult
 from baton_core.request import Finish, FinishType, Request, RequestId, Room
 
+_ARRIVED = (Phase.ARRIVED, Phase.RUNNING)
+"""The KV cache is here: such a request depends on nobody else."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Farewell:
@@ -215,7 +218,7 @@ class DecodeCore:
 
     def _stop_here(self, rid: RequestId, now: Millis) -> None:
         handoff = self.ledger.live.get(rid)
-        if handoff is None or handoff.phase not in (Phase.ARRIVED, Phase.RUNNING):
+        if handoff is None or handoff.phase not in _ARRIVED:
             return  # it ended meanwhile
         self.ledger.finish(handoff, Finish(type=FinishType.STOP), now)
 
@@ -240,7 +243,9 @@ class DecodeCore:
         match message:
             case Accepted() | Rejected() | RoomFailed():
                 req = self._handoff_of(message.room)
-                if req is not None and req.peer == event.peer and req.attempt == message.attempt:
+                ours = req is not None and req.peer == event.peer and req.attempt == message.attempt
+                # What has arrived needs prefill no more: its leg may fail on a lost acknowledgement alone.
+                if ours and req is not None and req.phase not in _ARRIVED:
                     self.prealloc._update_handshake_waiters(req, message, now)
             case NotYet() | Hello():
                 pass  # the hello is kept there; a hello is only ever sent by decode
@@ -253,8 +258,7 @@ class DecodeCore:
 
     def _peer_gone(self, event: PeerGone, now: Millis) -> None:
         for req in list(self.ledger.live.values()):
-            # A request whose cache has arrived needs its prefill worker no more.
-            if req.peer == event.peer and req.phase not in (Phase.ARRIVED, Phase.RUNNING):
+            if req.peer == event.peer and req.phase not in _ARRIVED:
                 self.ledger.fail(req, event.verdict, now, peer_knows=True)
 
     # -- observations and results
@@ -277,17 +281,21 @@ class DecodeCore:
         """Hand the newest token to the client, and end the request if it is the last."""
         token = req.outputs[-1]
         finish = self._finish_of(req, token)
+        # The first token crosses the handoff even for a client that wants none.
+        tokens = (token,) if req.request.sampling.max_new_tokens else ()
         if finish is None:
-            self.ledger.effects.append(self.ledger.emit(req, (token,)))
+            self.ledger.effects.append(self.ledger.emit(req, tokens))
         else:
-            self.ledger.finish(req, finish, now, tokens=(token,))
+            self.ledger.finish(req, finish, now, tokens=tokens)
 
     def _finish_of(self, req: Handoff, token: int) -> Finish | None:
         sampling = req.request.sampling
         made = len(req.outputs)
+        longest = self.prealloc.tokens_most(req) - len(req.request.prompt)
+        if longest == 0:
+            return Finish(type=FinishType.LENGTH)
         if token in sampling.stop_token_ids and made > sampling.min_new_tokens:
             return Finish(type=FinishType.STOP, matched=token)
-        longest = self.prealloc.tokens_most(req) - len(req.request.prompt)
         if made >= longest:
             return Finish(type=FinishType.LENGTH)
         return None

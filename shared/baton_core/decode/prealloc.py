@@ -52,7 +52,6 @@ class DecodePreallocQueue:
             digest=prompt_digest(req.request.prompt),
             fingerprint=self._fingerprint,
             dp_rank=infos.dp_rank,
-            waits_ms=max(1, min(deadline, req.deadline_at) - now),
         )
         self._ledger.effects += (Connect(infos=infos), Tell(peer=infos.incarnation, message=hello))
 
