@@ -1,4 +1,4 @@
-"""The command `baton`: serve a model on this machine with one command, restart one process of it, stop it."""
+"""The command `baton`: serve a model on this machine with one command, restart one process of it, stop it, measure."""
 
 import argparse
 import os
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from baton_cli.bench.arguments import add_bench
 from baton_cli.down import down
 from baton_cli.errors import CliError, UsageError
 from baton_cli.interrupt import Interrupt
@@ -37,6 +38,10 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
             return up(_up_options(arguments), _launch(arguments, environ), screen, interrupt)
         if arguments.command == "down":
             return down(arguments.state, grace_seconds=arguments.grace_seconds, screen=screen, interrupt=interrupt)
+        if arguments.command == "bench":
+            from baton_cli.bench.command import bench  # only here: its HTTP client is half of a second that others save
+
+            return bench(arguments, environ, screen, interrupt)
         return restart(_restart(arguments, environ), screen, interrupt)
     except CliError as error:
         print(f"baton {arguments.command}: {error}", file=sys.stderr)
@@ -50,6 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_up(commands)
     _add_restart(commands)
     _add_down(commands)
+    add_bench(commands)
     return parser
 
 

@@ -153,8 +153,10 @@ class Driver:
             self._perform(self._core.step(event, now), now)
         self._agree(now)
         self._perform(self._core.tick(now), now)
-        self._work(now)
+        self._commit(now)
+        # Tokens leave before the next step begins to compete for the processor.
         self._report(now)
+        self._work(now)
         return self._next_due(now)
 
     # -- waiting
@@ -234,11 +236,13 @@ class Driver:
 
     # -- work
 
-    def _work(self, now: Millis) -> None:
+    def _commit(self, now: Millis) -> None:
         result = self._compute.finished()
         if result is not None:
-            self._gauges.step_over(now)
+            self._gauges.step_over(time.monotonic())
             self._perform(self._core.commit(result, now), now)
+
+    def _work(self, now: Millis) -> None:
         busy_since = self._compute.busy_since_ms
         if busy_since is not None and now - busy_since > self._limits.step_ms:
             raise RuntimeError(f"a step has run for {now - busy_since} ms (step_ms {self._limits.step_ms})")
@@ -247,7 +251,7 @@ class Driver:
             self._start(plan, now)
 
     def _start(self, plan: StepPlan, now: Millis) -> None:
-        self._gauges.step_began(plan, now)
+        self._gauges.step_began(plan, time.monotonic())
         # Planning moves requests too; its effects come with the next call.
         self._perform(self._core.ledger.take_effects(), now)
         self._compute.start(plan)
@@ -273,12 +277,12 @@ class Driver:
                 case Forget():
                     self._side.attempts.forget(effect.room, effect.attempt)
                 case Moved():
-                    self._moved(effect, now)
+                    self._moved(effect)
                 case _:
                     assert_never(effect)
 
-    def _moved(self, effect: Moved, now: Millis) -> None:
-        self._gauges.moved(effect, now)
+    def _moved(self, effect: Moved) -> None:
+        self._gauges.moved(effect, time.monotonic())
         fields = {"rid": effect.rid, "room": effect.room, "was": effect.source, "now": effect.target}
         if effect.reason is None:
             log.debug("handoff.moved", **fields)

@@ -25,32 +25,32 @@ class Gauges:
         self._turns = 0
         self._counters: Counter[str] = Counter()
         self._samples: dict[str, deque[float]] = {}
-        self._entered: dict[RequestId, tuple[str, Millis]] = {}
-        self._step_began: Millis = 0
+        self._entered: dict[RequestId, tuple[str, float]] = {}
+        self._step_began_s = 0.0
 
     def tick_lag(self, lag_ms: Millis) -> None:
         """A turn began `lag_ms` after it was due."""
         self._turns += 1
         self._sample("control_tick_lag_seconds", lag_ms / 1000)
 
-    def step_began(self, plan: StepPlan, now: Millis) -> None:
+    def step_began(self, plan: StepPlan, now_s: float) -> None:
         """A plan went to the compute thread."""
-        self._step_began = now
+        self._step_began_s = now_s
         self._counters["step_tokens_total"] += sum(len(piece.tokens) for piece in plan.slices)
         self._counters["steps_total"] += 1
 
-    def step_over(self, now: Millis) -> None:
+    def step_over(self, now_s: float) -> None:
         """The running plan was committed."""
-        self._sample("step_seconds", (now - self._step_began) / 1000)
+        self._sample("step_seconds", now_s - self._step_began_s)
 
-    def moved(self, effect: Moved, now: Millis) -> None:
+    def moved(self, effect: Moved, now_s: float) -> None:
         """A request changed its phase: the time it spent in the old one is a stage sample."""
-        source, since = self._entered.pop(effect.rid, (effect.source, now))
-        self._sample(f"handoff_stage_seconds{{stage={source}}}", (now - since) / 1000)
+        source, since_s = self._entered.pop(effect.rid, (effect.source, now_s))
+        self._sample(f"handoff_stage_seconds{{stage={source}}}", now_s - since_s)
         if effect.target in (Phase.DONE.value, Phase.FAILED.value):
             self._counters[f"handoffs_total{{outcome={effect.target}}}"] += 1
         else:
-            self._entered[effect.rid] = (effect.target, now)
+            self._entered[effect.rid] = (effect.target, now_s)
         if effect.reason is not None and effect.target in (Phase.FAILED.value, Phase.REVOKING.value):
             if effect.source != Phase.REVOKING.value:
                 self._counters[f"failures_total{{reason={effect.reason.name.lower()}}}"] += 1

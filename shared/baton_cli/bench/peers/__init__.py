@@ -1,0 +1,1 @@
+"""Other engines, each in its own virtual environment, as rivals under the same load."""
