@@ -1,5 +1,7 @@
 """Tiny random decoders for engine tests: exact oracles that need no file, and a small scheduler to drive them."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -27,10 +29,10 @@ TINY = {
 }
 
 
-def oracle(kind: str = "llama", *, tied: bool = False, seed: int = 0) -> PreTrainedModel:
-    """A tiny random Transformers model of an architecture of the Llama family, float32."""
+def oracle(kind: str = "llama", *, tied: bool = False, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A tiny random Transformers model of an architecture of the Llama family, float32; `changes` of its config."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(kind, tie_word_embeddings=tied, **TINY)
+    config = AutoConfig.for_model(kind, **({**TINY, "tie_word_embeddings": tied} | changes))
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for weight in model.parameters():
@@ -85,7 +87,8 @@ class TinyEngine:
     @torch.inference_mode()
     def logits(self, *slices: SequenceSlice) -> Tensor:
         """Logits `[sampled slices, vocab]` of one step."""
-        return self.model.logits(self._builder.build(StepPlan(step=1, slices=slices)), self._views).cpu()
+        batch = self._builder.build(StepPlan(step=1, slices=slices))
+        return self.model.logits(self.model.forward(batch, self._views)[batch.sampled_rows]).cpu()
 
 
 def part(rid: str, tokens: list[int], start: int, first_page: int, *, sample: bool = True) -> SequenceSlice:

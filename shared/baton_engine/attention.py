@@ -46,28 +46,29 @@ class PagedAttention:
         self._head_dim = config.head_dim
         self._scale = config.head_dim**-0.5
 
-    def attend(self, qkv: Tensor, batch: StepBatch, view: LayerView) -> Tensor:
+    def attend(self, qkv: Tensor, batch: StepBatch, view: LayerView, *, windowed: bool) -> Tensor:
         """Write the step's keys and values, attend, and return `[rows, query_heads * head_dim]`.
 
-        `qkv` is `[rows, query_heads + 2 * kv_heads, head_dim]`, rotated. Mutates the pool under `view`.
+        `qkv` is `[rows, query_heads + 2 * kv_heads, head_dim]`, rotated; `windowed`: see no further back than the model's
+        sliding window. Mutates the pool under `view`.
         """
         assert qkv.shape[1:] == (self._query_heads + 2 * self._kv_heads, self._head_dim)
         view.token_rows[batch.write] = qkv[:, self._query_heads :]
-        parts = [self._decode(qkv, group, view) for group in batch.decode_groups]
-        parts += [self._prompt(qkv, chunk, view) for chunk in batch.prompt_chunks]
+        parts = [self._decode(qkv, group, view, group.seen(windowed)) for group in batch.decode_groups]
+        parts += [self._prompt(qkv, chunk, view, chunk.seen(windowed)) for chunk in batch.prompt_chunks]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _decode(self, qkv: Tensor, group: DecodeGroup, view: LayerView) -> Tensor:
+    def _decode(self, qkv: Tensor, group: DecodeGroup, view: LayerView, bias: Tensor) -> Tensor:
         heads = group.rows * self._kv_heads
         query = qkv[group.first_row : group.first_row + group.rows, : self._query_heads]
         query = query.reshape(heads, self._shared_by, self._head_dim)
         gathered = view.page_rows.index_select(0, group.gather)
         keys, values = gathered.view(2, heads, group.context, self._head_dim)
-        scores = torch.baddbmm(group.bias, query, keys.transpose(1, 2), alpha=self._scale)
+        scores = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=self._scale)
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(qkv.dtype)
         return torch.bmm(weights, values).view(group.rows, self._query_heads * self._head_dim)
 
-    def _prompt(self, qkv: Tensor, chunk: PromptChunk, view: LayerView) -> Tensor:
+    def _prompt(self, qkv: Tensor, chunk: PromptChunk, view: LayerView, bias: Tensor | None) -> Tensor:
         own = qkv[chunk.first_row : chunk.first_row + chunk.rows]
         query = own[:, : self._query_heads].view(chunk.rows, self._kv_heads, self._shared_by, -1).permute(1, 2, 0, 3)
         if chunk.gather is None:
@@ -80,8 +81,8 @@ class PagedAttention:
             query,
             keys[:, None].expand(-1, self._shared_by, -1, -1),
             values[:, None].expand(-1, self._shared_by, -1, -1),
-            attn_mask=chunk.bias,
-            is_causal=chunk.bias is None,
+            attn_mask=bias,
+            is_causal=bias is None,
             scale=self._scale,
         )
         return attended.permute(2, 0, 1, 3).reshape(chunk.rows, self._query_heads * self._head_dim)

@@ -29,6 +29,7 @@ class Layer:
     mlp_norm: Tensor  # [hidden]
     gate_up: Projection
     down: Projection
+    windowed: bool  # sees no further back than the model's sliding window
 
 
 class LlamaModel:
@@ -44,7 +45,7 @@ class LlamaModel:
         self.device = device
         take = _Weights(weights, device)
         self._embeddings = take("model.embed_tokens.weight", config.vocab, config.hidden)
-        self._layers = [_layer(config, take, f"model.layers.{index}.") for index in range(config.layers)]
+        self._layers = [_layer(config, take, index) for index in range(config.layers)]
         self._norm = take("model.norm.weight", config.hidden)
         head = self._embeddings if config.tied_embeddings else take("lm_head.weight", config.vocab, config.hidden)
         self._head = projection(head)
@@ -75,7 +76,7 @@ class LlamaModel:
             normed = self._normed(queries, layer.query_norm), self._normed(keys, layer.key_norm)
             rotated.copy_(torch.cat(normed, dim=1))
         _rotate(rotated, batch)
-        return layer.attention_output(self._attention.attend(qkv, batch, view))
+        return layer.attention_output(self._attention.attend(qkv, batch, view, windowed=layer.windowed))
 
     def _mlp(self, layer: Layer, hidden: Tensor) -> Tensor:
         gate, up = layer.gate_up(self._normed(hidden, layer.mlp_norm)).chunk(2, dim=-1)
@@ -93,26 +94,32 @@ def _rotate(values: Tensor, batch: StepBatch) -> None:
     values.copy_(torch.addcmul(wide * batch.cosine, swapped, batch.signed_sine))
 
 
-def _layer(config: ModelConfig, take: "_Weights", prefix: str) -> Layer:
+def _layer(config: ModelConfig, take: "_Weights", index: int) -> Layer:
+    prefix = f"model.layers.{index}."
     queries, keys = config.query_heads * config.head_dim, config.kv_heads * config.head_dim
-    qkv_sizes = (("q", queries), ("k", keys), ("v", keys))
-    qkv = torch.cat([take(f"{prefix}self_attn.{name}_proj.weight", size, config.hidden) for name, size in qkv_sizes])
-    bias = None
-    if config.qkv_bias:
-        bias = torch.cat([take(f"{prefix}self_attn.{name}_proj.bias", size) for name, size in qkv_sizes])
-    gate_up = torch.cat(
-        [take(f"{prefix}mlp.{name}_proj.weight", config.intermediate, config.hidden) for name in ("gate", "up")]
-    )
+    qkv_sizes = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
+    gate_up_sizes = {"mlp.gate_proj": config.intermediate, "mlp.up_proj": config.intermediate}
+
+    def project(sizes: dict[str, int], inputs: int, has_bias: bool) -> Projection:
+        weights = [take(f"{prefix}{name}.weight", size, inputs) for name, size in sizes.items()]
+        biases = [take(f"{prefix}{name}.bias", size) for name, size in sizes.items()] if has_bias else []
+        return projection(_joined(weights), _joined(biases) if biases else None)
+
     return Layer(
         attention_norm=take(f"{prefix}input_layernorm.weight", config.hidden),
-        qkv=projection(qkv, bias),
+        qkv=project(qkv_sizes, config.hidden, config.qkv_bias),
         query_norm=take(f"{prefix}self_attn.q_norm.weight", config.head_dim) if config.qk_norm else None,
         key_norm=take(f"{prefix}self_attn.k_norm.weight", config.head_dim) if config.qk_norm else None,
-        attention_output=projection(take(f"{prefix}self_attn.o_proj.weight", config.hidden, queries)),
+        attention_output=project({"self_attn.o_proj": config.hidden}, queries, config.output_bias),
         mlp_norm=take(f"{prefix}post_attention_layernorm.weight", config.hidden),
-        gate_up=projection(gate_up),
-        down=projection(take(f"{prefix}mlp.down_proj.weight", config.hidden, config.intermediate)),
+        gate_up=project(gate_up_sizes, config.hidden, config.mlp_bias),
+        down=project({"mlp.down_proj": config.hidden}, config.intermediate, config.mlp_bias),
+        windowed=config.window_tokens(index) is not None,
     )
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class _Weights:

@@ -1,4 +1,4 @@
-"""From a model file to an engine that can run plans."""
+"""From a model's files to an engine that can run plans."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +9,12 @@ from baton_core.errors import EngineError
 from baton_engine.kv_pool import KVPool, PoolShape, RowMemory
 from baton_engine.llama import LlamaModel
 from baton_engine.model_config import ModelConfig
+from baton_engine.model_files import ModelFiles, ModelIdentity, Progress
+from baton_engine.projection import packs
 from baton_engine.runner import Runner
 from baton_engine.sealed_memory import available_bytes, require_memory
-from baton_engine.weights_gguf import GgufFile, ModelIdentity, Progress
+from baton_engine.weights_gguf import GgufFile
+from baton_engine.weights_safetensors import HuggingFaceFolder
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The dtypes the engine computes in, and stores keys and values in."""
@@ -45,7 +48,7 @@ def load_engine(
     threads: int,
     progress: Progress,
 ) -> Engine:
-    """Load a GGUF file and warm the engine up.
+    """Load a GGUF file or a Hugging Face directory and warm the engine up.
 
     `kv_tokens` is rounded down to whole pages; `threads` 0 leaves torch's own choice. Raises EngineError where the file,
     the dtype, the device or the memory will not do, before anything large is allocated.
@@ -58,12 +61,12 @@ def load_engine(
     if threads > 0:
         torch.set_num_threads(threads)
     progress("metadata", 0, 1)
-    file = GgufFile(Path(model_path))
-    identity = file.identity()
+    files = open_model(Path(model_path))
+    config, identity = files.config, files.identity()
     progress("metadata", 1, 1)
-    shape = _pool_shape(file.config, kv_tokens // page_tokens, page_tokens, DTYPES[dtype])
-    _require_memory(file.config, shape, target)
-    model = LlamaModel(file.config, file.weights(shape.dtype, progress), target)
+    shape = _pool_shape(config, kv_tokens // page_tokens, page_tokens, DTYPES[dtype])
+    _require_memory(config, shape, target)
+    model = LlamaModel(config, files.weights(shape.dtype, progress), target)
     progress("kv pool", 0, 1)
     pool, rows = KVPool(shape, device), RowMemory(metadata_rows)
     progress("kv pool", 1, 1)
@@ -75,10 +78,26 @@ def load_engine(
         runner=runner,
         pool=pool,
         rows=rows,
-        config=file.config,
-        context_tokens=min(file.config.context_tokens, shape.pages * page_tokens),
-        fingerprint_fields=_fingerprint_fields(file.config, shape, identity, dtype),
+        config=config,
+        context_tokens=min(config.context_tokens, shape.pages * page_tokens),
+        fingerprint_fields=_fingerprint_fields(config, shape, identity, dtype),
     )
+
+
+def open_model(path: Path) -> ModelFiles:
+    """The model at `path`, a GGUF file or a Hugging Face directory. Raises EngineError."""
+    return HuggingFaceFolder(path) if path.is_dir() else GgufFile(path)
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes that loading takes at its peak, as `dtype` whatever the files hold.
+
+    While a layer is fused it exists twice; where weights are packed, so does the output projection, and tied ones stay so.
+    """
+    twice = config.layer_parameters
+    if packs(device, dtype):
+        twice = max(twice, config.vocab * config.hidden)
+    return (config.parameters + twice) * dtype.itemsize
 
 
 def _device(name: str) -> torch.device:
@@ -106,11 +125,16 @@ def _pool_shape(config: ModelConfig, pages: int, page_tokens: int, dtype: torch.
 
 def _require_memory(config: ModelConfig, shape: PoolShape, device: torch.device) -> None:
     """Refuse now what would fail, or take the machine down, after minutes of loading."""
-    weight_bytes = config.parameters * shape.dtype.itemsize
-    free_bytes = available_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-    require_memory(
-        "model and KV pool together", weight_bytes + shape.pool_bytes, free_bytes, "lower --kv-tokens, or free memory"
-    )
+    model_bytes = weight_bytes(config, shape.dtype, device)
+    needed_bytes = model_bytes + shape.pool_bytes
+    free_bytes = available_bytes()
+    if device.type == "cuda":
+        require_memory("the weights, on their way to the device,", model_bytes, free_bytes, "free memory")
+        free_bytes = torch.cuda.mem_get_info(device)[0]
+    remedy = "lower --kv-tokens, or free memory"
+    if shape.dtype == torch.float32:
+        remedy += ", or use --dtype bfloat16, which takes half"
+    require_memory("model and KV pool together", needed_bytes, free_bytes, remedy)
 
 
 def _fingerprint_fields(
@@ -122,7 +146,8 @@ def _fingerprint_fields(
         "kv_heads": config.kv_heads,
         "head_dim": config.head_dim,
         "rope_theta": str(config.rope_theta),
-        "rope_scaling": config.rope_scaling,
+        "rope_scaling": str(config.rope_scaling),
+        "sliding_window": str(config.sliding_window),
         "dtype": dtype,
         "page_tokens": shape.page_tokens,
         "weight_revision": identity.weight_revision,

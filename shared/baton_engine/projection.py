@@ -18,11 +18,16 @@ def projection(weight: Tensor, bias: Tensor | None = None) -> Projection:
     bfloat16 weights on a CPU are packed once into oneDNN's blocked layout, the way torch's own compiler does it; that
     makes decoding 1.5 to 2 times as fast, because a plain matrix is packed anew by every call. float32 gains nothing.
     """
-    if weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
+    if packs(weight.device, weight.dtype):
         packed = _packed(weight, bias)
         if packed is not None:
             return packed
     return lambda values: functional.linear(values, weight, bias)
+
+
+def packs(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `projection` keeps a packed copy of such weights instead of the weights, where the CPU can."""
+    return device.type == "cpu" and dtype == torch.bfloat16
 
 
 def _packed(weight: Tensor, bias: Tensor | None) -> Projection | None:

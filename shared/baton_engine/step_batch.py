@@ -13,6 +13,7 @@ from torch import Tensor
 from baton_core.plan import SequenceSlice, StepPlan
 from baton_engine.kv_pool import PoolShape
 from baton_engine.model_config import ModelConfig
+from baton_engine.rope import attention_factor, inverse_frequencies
 
 _SMALLEST_GROUP_PAGES = 8
 
@@ -22,7 +23,8 @@ class DecodeGroup:
     """One-token slices of similar context, attended together; `context` is the padded context in tokens.
 
     `gather` `[2 * rows * kv_heads * pages]` int64 picks page-sized runs of one head; `bias` `[rows * kv_heads, 1,
-    context]` is 0 where a token may be seen, -inf where the padding is.
+    context]` is 0 where a token may be seen, -inf where the padding is; `window_bias` also hides what lies before the
+    sliding window, and is None where nothing does.
     """
 
     first_row: int
@@ -30,6 +32,11 @@ class DecodeGroup:
     context: int
     gather: Tensor
     bias: Tensor
+    window_bias: Tensor | None
+
+    def seen(self, windowed: bool) -> Tensor:
+        """The bias that counts in a layer with or without a sliding window."""
+        return self.window_bias if windowed and self.window_bias is not None else self.bias
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +44,7 @@ class PromptChunk:
     """A slice of several tokens. At the start of its sequence it needs nothing but itself: `gather`, `bias` are None.
 
     Otherwise `gather` is as in `DecodeGroup` with one row, and `bias` `[rows, context]` admits what precedes a token.
+    `window_bias` as in `DecodeGroup`.
     """
 
     first_row: int
@@ -44,6 +52,11 @@ class PromptChunk:
     context: int
     gather: Tensor | None
     bias: Tensor | None
+    window_bias: Tensor | None
+
+    def seen(self, windowed: bool) -> Tensor | None:
+        """The bias that counts in a layer with or without a sliding window."""
+        return self.window_bias if windowed and self.window_bias is not None else self.bias
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +84,9 @@ class BatchBuilder:
     def __init__(self, config: ModelConfig, shape: PoolShape, device: torch.device) -> None:
         self._shape = shape
         self._device = device
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-        self._inverse_frequency = 1.0 / (config.rope_theta**exponents)  # float32, as in the RoPE paper (2104.09864)
+        self._inverse_frequency = inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
+        self._rotation_scale = attention_factor(config.rope_scaling)
+        self._window_tokens = None if config.sliding_window is None else config.sliding_window.tokens
 
     def build(self, plan: StepPlan) -> StepBatch:
         """The batch of `plan`. Pure."""
@@ -95,7 +109,7 @@ class BatchBuilder:
     def _rotation(self, ordered: list[SequenceSlice]) -> tuple[Tensor, Tensor]:
         positions = [position for item in ordered for position in range(item.start, item.start + len(item.tokens))]
         angles = torch.tensor(positions, dtype=torch.float32)[:, None] * self._inverse_frequency
-        cosine, sine = angles.cos(), angles.sin()
+        cosine, sine = angles.cos() * self._rotation_scale, angles.sin() * self._rotation_scale
         both = torch.cat((cosine, cosine), dim=-1), torch.cat((-sine, sine), dim=-1)
         return both[0][:, None].to(self._device), both[1][:, None].to(self._device)
 
@@ -129,15 +143,16 @@ class BatchBuilder:
                 for item, count in zip(group, used, strict=True)
             ]
             context = max(used) * self._shape.page_tokens
-            lengths = torch.tensor([item.start + 1 for item in group]).repeat_interleave(self._shape.kv_heads)
-            hidden = torch.arange(context) >= lengths[:, None, None]
+            starts = torch.tensor([item.start for item in group]).repeat_interleave(self._shape.kv_heads)
+            keys, positions = torch.arange(context), starts[:, None, None]
             built.append(
                 DecodeGroup(
                     first_row=first_row,
                     rows=len(group),
                     context=context,
                     gather=self._gather(tables),
-                    bias=self._bias(hidden),
+                    bias=self._bias(keys > positions),
+                    window_bias=self._window_bias(keys, positions),
                 )
             )
             first_row += len(group)
@@ -147,14 +162,25 @@ class BatchBuilder:
         built: list[PromptChunk] = []
         for item in chunks:
             rows, end = len(item.tokens), item.start + len(item.tokens)
+            keys, positions = torch.arange(end), torch.arange(item.start, end)[:, None]
             gather, bias = None, None
             if item.start > 0:
                 used = (end - 1) // self._shape.page_tokens + 1
-                gather = self._gather([list(item.pages[:used])])
-                bias = self._bias(torch.arange(end) > torch.arange(item.start, end)[:, None])
-            built.append(PromptChunk(first_row=first_row, rows=rows, context=end, gather=gather, bias=bias))
+                gather, bias = self._gather([list(item.pages[:used])]), self._bias(keys > positions)
+            window_bias = self._window_bias(keys, positions)
+            built.append(
+                PromptChunk(
+                    first_row=first_row, rows=rows, context=end, gather=gather, bias=bias, window_bias=window_bias
+                )
+            )
             first_row += rows
         return tuple(built)
+
+    def _window_bias(self, keys: Tensor, positions: Tensor) -> Tensor | None:
+        """Hides what follows each of `positions` and what lies before its window; None where nothing does."""
+        if self._window_tokens is None or int(positions.max()) < self._window_tokens:
+            return None
+        return self._bias((keys > positions) | (keys <= positions - self._window_tokens))
 
     def _bias(self, hidden: Tensor) -> Tensor:
         bias = torch.zeros(hidden.shape, dtype=self._shape.dtype)

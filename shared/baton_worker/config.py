@@ -34,7 +34,7 @@ class WorkerConfig:
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8200, "port of the HTTP API; 0 takes a free one")
-    model: str = option("smollm2-135m-instruct", "short name of a model, or the path of a .gguf file")
+    model: str = option("smollm2-135m-instruct", "short name, .gguf file, Hugging Face directory, or hub id")
     served_model_name: str | None = option(None, "name shown in /v1/models; the model's own by default")
     dtype: Literal["bfloat16", "float32"] = option("bfloat16", "number format of weights, activations and KV cache")
     device: Literal["cpu", "cuda"] = option("cpu", "where the model runs")

@@ -33,7 +33,7 @@ def launch(
             role=role,
             incarnation=uuid.uuid4().hex,
             model=model,
-            tokenizer=Tokenizer.from_gguf(model.path),
+            tokenizer=Tokenizer.of_model(model.path),
             rank_command=(sys.executable, "-m", rank_module),
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

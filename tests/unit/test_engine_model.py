@@ -1,5 +1,7 @@
 """The decoder against Transformers, and against itself in other shapes of batch."""
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("torch")
@@ -78,13 +80,17 @@ def test_what_other_sequences_left_in_the_pool_is_never_seen() -> None:
 
 
 def test_an_architecture_without_a_decoder_is_refused_by_name() -> None:
-    with pytest.raises(EngineError, match=r"'mamba'.*decoders for llama, qwen2, qwen3"):
+    with pytest.raises(EngineError, match=r"'mamba'.*decoders for llama, mistral, qwen2, qwen3"):
         _config(architecture="mamba")
 
 
-def test_rope_scaling_is_refused_by_name() -> None:
-    with pytest.raises(EngineError, match="RoPE scaling 'yarn'"):
-        _config(rope_scaling="yarn")
+def test_sizes_that_make_no_model_are_refused() -> None:
+    with pytest.raises(EngineError, match="it needs 2 query heads over 4 KV heads"):
+        _config(kv_heads=4)
+    with pytest.raises(EngineError, match="it needs 0 as layers"):
+        _config(layers=0)
+    with pytest.raises(EngineError, match="an odd head size, 5"):
+        _config(head_dim=5)
 
 
 def test_a_missing_weight_and_a_misshapen_one_are_named() -> None:
@@ -98,19 +104,16 @@ def test_a_missing_weight_and_a_misshapen_one_are_named() -> None:
         LlamaModel(config_of(model), weights, torch.device("cpu"))
 
 
-def _config(**changed: str) -> ModelConfig:
-    settings = {"architecture": "llama", "rope_scaling": "none"} | changed
+def _config(**changed: str | int) -> ModelConfig:
+    settings: dict[str, Any] = {"architecture": "llama", "layers": 1, "kv_heads": 1, "head_dim": 4}
     return ModelConfig(
-        layers=1,
         hidden=8,
         intermediate=8,
         query_heads=2,
-        kv_heads=1,
-        head_dim=4,
         vocab=8,
         context_tokens=8,
         rope_theta=1e4,
         norm_eps=1e-5,
         tied_embeddings=True,
-        **settings,
+        **(settings | changed),
     )

@@ -1,7 +1,9 @@
-"""Reading GGUF files, and loading an engine from one."""
+"""Reading GGUF files and Hugging Face directories, and loading an engine from them."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,86 +11,17 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
-from gguf.quants import quantize
-from transformers import PreTrainedModel
+from gguf import GGUFWriter
+from safetensors.torch import load_file, save_file
 
 from baton_core.errors import EngineError
 from baton_core.plan import StepPlan
-from baton_engine.loading import Engine, load_engine
+from baton_engine.loading import Engine, load_engine, weight_bytes
 from baton_engine.weights_gguf import GgufFile
+from baton_engine.weights_safetensors import HuggingFaceFolder
+from tiny_folders import answers, load, quiet, save_folder, sure_prompts
+from tiny_gguf import BLOCK_SIZES, QUANTIZED, requantized, write_gguf
 from tiny_models import config_of, oracle, oracle_logits, part, prompt
-
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-def write_gguf(
-    path: Path,
-    model: PreTrainedModel,
-    *,
-    kind: GGMLQuantizationType = GGMLQuantizationType.F32,
-    extra: dict[str, str] | None = None,
-    template: str = "{{ messages }}",
-) -> Path:
-    """Write `model` the way llama.cpp's converter does; matrices as `kind`."""
-    config = config_of(model)
-    writer = GGUFWriter(path, config.architecture)
-    writer.add_block_count(config.layers)
-    writer.add_context_length(config.context_tokens)
-    writer.add_embedding_length(config.hidden)
-    writer.add_feed_forward_length(config.intermediate)
-    writer.add_head_count(config.query_heads)
-    writer.add_head_count_kv(config.kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_rope_freq_base(config.rope_theta)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
-    writer.add_token_list(["a", "b"])
-    writer.add_chat_template(template)
-    for key, value in (extra or {}).items():
-        writer.add_string(key, value)
-    heads = {"attn_q": config.query_heads, "attn_k": config.kv_heads}
-    for name, weight in model.state_dict().items():
-        if name == "lm_head.weight" and config.tied_embeddings:
-            continue
-        stem, _, suffix = name.rpartition(".")
-        layer = stem.split(".")[2] if stem.startswith("model.layers.") else None
-        short = NAMES[stem if layer is None else stem.split(".", 3)[3]]
-        values = weight.float()
-        if config.architecture == "llama" and short in heads:
-            halves = values.view(heads[short], 2, values.shape[0] // heads[short] // 2, -1)
-            values = halves.transpose(1, 2).reshape(values.shape)
-        stored = kind if values.dim() == 2 else GGMLQuantizationType.F32
-        full = f"{short}.{suffix}" if layer is None else f"blk.{layer}.{short}.{suffix}"
-        writer.add_tensor(full, quantize(values.numpy(), stored), raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def quiet(what: str, done: int, total: int) -> None:
-    """Progress nobody watches."""
-
-
-def load(path: Path, **changed: str | int) -> Engine:
-    settings = {"dtype": "float32", "device": "cpu", "kv_tokens": 200, "page_tokens": 4, "metadata_rows": 2}
-    return load_engine(model_path=str(path), threads=0, progress=quiet, **(settings | changed))
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("llama", True), ("llama", False), ("qwen2", False), ("qwen3", True)])
@@ -105,7 +38,7 @@ def test_a_file_gives_back_config_and_weights(tmp_path: Path, kind: str, tied: b
 @pytest.mark.parametrize("kind", ["F16", "BF16"])
 def test_half_precision_weights_are_read_in_the_dtype_asked_for(tmp_path: Path, kind: str) -> None:
     model = oracle()
-    file = GgufFile(write_gguf(tmp_path / "model.gguf", model, kind=GGMLQuantizationType[kind]))
+    file = GgufFile(write_gguf(tmp_path / "model.gguf", model, kind=kind))
     weights = file.weights(torch.bfloat16, quiet)
     assert {value.dtype for value in weights.values()} == {torch.bfloat16}
     name = "model.layers.2.self_attn.q_proj.weight"
@@ -151,10 +84,24 @@ def changed(fields: dict[str, str | int], other: Engine) -> set[str]:
     return {name for name, value in fields.items() if other.fingerprint_fields[name] != value}
 
 
-def test_what_the_decoder_lacks_is_refused_by_name(tmp_path: Path) -> None:
-    scaled = write_gguf(tmp_path / "scaled.gguf", oracle(), extra={"llama.rope.scaling.type": "linear"})
-    with pytest.raises(EngineError, match="RoPE scaling 'linear'"):
-        GgufFile(scaled)
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        ({"rope.scaling.type": "longrope"}, "RoPE scaling 'longrope'; Baton has linear, yarn"),
+        ({"rope.dimension_count": 4}, "rotation of 4 of 8 dimensions"),
+        ({"attention.value_length": 16}, "values of 16 dimensions beside keys of 8"),
+        ({"expert_count": 8}, "mixture of experts"),
+        ({"attention.sliding_window": 5, "attention.sliding_window_pattern": 2}, "a pattern of sliding windows"),
+    ],
+)
+def test_what_the_decoder_lacks_is_refused_by_name(
+    tmp_path: Path, metadata: dict[str, str | int | float], said: str
+) -> None:
+    with pytest.raises(EngineError, match=f"'llama'.*{said}"):
+        GgufFile(write_gguf(tmp_path / "model.gguf", oracle(), metadata=metadata))
+
+
+def test_an_architecture_without_a_decoder_is_refused_by_name(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "mamba.gguf", "mamba")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -169,7 +116,7 @@ def test_a_file_that_is_none_is_refused_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"model\.gguf"):
         GgufFile(path)
     path.write_bytes(b"not a model at all, but long enough to look at")
-    with pytest.raises(EngineError, match=r"cannot read .*model\.gguf as a GGUF file"):
+    with pytest.raises(EngineError, match=r"model\.gguf cannot be read: it is not a GGUF file"):
         GgufFile(path)
 
 
@@ -188,3 +135,167 @@ def test_settings_that_cannot_work_are_refused_before_loading(
 ) -> None:
     with pytest.raises(EngineError, match=said):
         load(write_gguf(tmp_path / "model.gguf", oracle()), **changes)
+
+
+# -- GGUF: kinds of numbers, and features
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_a_file_of_each_kind_computes_with_the_values_that_the_gguf_library_reads(tmp_path: Path, kind: str) -> None:
+    path = write_gguf(tmp_path / "model.gguf", oracle(**BLOCK_SIZES), kind=kind)
+    exact = requantized(oracle(**BLOCK_SIZES), kind)
+    weights = GgufFile(path).weights(torch.float32, quiet)
+    assert all(torch.equal(weights[name], value) for name, value in exact.state_dict().items())
+    engine = load(path)
+    expected = sure_prompts(exact, (11,), 8)
+    assert answers(engine, [expected[0][0]], 8, 4) == [expected[0][1]]
+    engine.close()
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+FEATURES: dict[str, tuple[str, dict[str, Any], dict[str, str | int | float]]] = {
+    "mistral with a window": ("mistral", {"sliding_window": 6}, {"attention.sliding_window": 6}),
+    "linear": (
+        "llama",
+        {"rope_parameters": {"rope_theta": 5_000.0, "rope_type": "linear", "factor": 4.0}},
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+    ),
+    "yarn": (
+        "qwen2",
+        {"rope_parameters": {"rope_theta": 5_000.0, **YARN}, "head_dim": 8},
+        {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 128,
+        },
+    ),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}, {}),
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_what_a_gguf_file_says_beside_the_weights_is_obeyed(tmp_path: Path, feature: str) -> None:
+    kind, changes, metadata = FEATURES[feature]
+    model = oracle(kind, **changes)
+    engine = load(write_gguf(tmp_path / "model.gguf", model, metadata=metadata))
+    expected = sure_prompts(model, (5, 30), 8)
+    assert answers(engine, [prompt for prompt, _ in expected], 8, 7) == [answer for _, answer in expected]
+    engine.close()
+
+
+def test_llama_3s_rope_scaling_is_a_tensor_in_a_gguf_file(tmp_path: Path) -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    model = oracle(rope_parameters={"rope_theta": 5_000.0, "rope_type": "llama3", **scaling})
+    plain = 5_000.0 ** -(torch.arange(0, 8, 2) / 8)
+    divisors = plain / model.model.rotary_emb.inv_freq
+    assert divisors.max() > 1
+    engine = load(write_gguf(tmp_path / "model.gguf", model, tensors={"rope_freqs.weight": divisors}))
+    expected = sure_prompts(model, (5, 30), 8)
+    assert answers(engine, [prompt for prompt, _ in expected], 8, 7) == [answer for _, answer in expected]
+    engine.close()
+
+
+# -- Hugging Face directories
+
+
+def edited(folder: Path, **changes: Any) -> Path:
+    """`folder` with other values in its config.json; None removes a key."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "'MixtralForCausalLM': it needs a decoder of its own"),
+        ({"architectures": None, "model_type": "mamba"}, "'mamba': it needs a decoder of its own"),
+        ({"hidden_act": "gelu"}, "the activation 'gelu'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "weights quantised by 'gptq'"),
+        ({"partial_rotary_factor": 0.5}, "rotation of 50% of each head"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE scaling 'dynamic'; Baton has linear"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "RoPE scaling 'longrope'; Baton has linear"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "not give all parameters of RoPE scaling 'llama3'"),
+        ({"layer_types": ["linear_attention"] * 3}, r"config\.json cannot be used: .*layer_types"),
+        ({"hidden_size": "many"}, r"config\.json cannot be used: .*hidden_size"),
+        ({"vocab_size": 98}, r"embed_tokens\.weight has shape \[97, 48\], not \[98, 48\]"),
+    ],
+)
+def test_a_directory_that_cannot_be_served_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    folder = edited(save_folder(tmp_path / "model", oracle()), **changes)
+    with pytest.raises(EngineError, match=said):
+        load(folder)
+
+
+def test_a_directory_without_its_weights_says_which_file_is_missing(tmp_path: Path) -> None:
+    folder = save_folder(tmp_path / "sharded", oracle(), shard_bytes=30_000)
+    last = sorted(folder.glob("model-*.safetensors"))[-1]
+    last.unlink()
+    with pytest.raises(EngineError, match=f"has no {last.name}"):
+        HuggingFaceFolder(folder)
+    folder = save_folder(tmp_path / "pickled", oracle())
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(EngineError, match=r"has no model.safetensors \(it has pytorch_model.bin"):
+        HuggingFaceFolder(folder)
+    (folder / "model.safetensors").write_bytes(b"\xff" * 32)
+    with pytest.raises(EngineError, match=r"model\.safetensors cannot be read"):
+        HuggingFaceFolder(folder)
+
+
+def test_an_old_config_means_what_it_meant(tmp_path: Path) -> None:
+    model = oracle(rope_parameters={"rope_theta": 700.0, "rope_type": "linear", "factor": 2.0})
+    folder = save_folder(tmp_path / "model", model)
+    new = HuggingFaceFolder(folder).config
+    edited(folder, rope_parameters=None, rope_theta=700.0, rope_scaling={"type": "linear", "factor": 2.0})
+    assert HuggingFaceFolder(folder).config == new
+
+
+def test_what_a_file_holds_beside_the_decoders_weights_is_left_out(tmp_path: Path) -> None:
+    model = oracle(tied=True)
+    folder = save_folder(tmp_path / "model", model)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(weights, folder / "model.safetensors")
+    load(folder).close()
+
+
+def test_eight_bit_floats_are_refused_by_name(tmp_path: Path) -> None:
+    folder = save_folder(tmp_path / "model", oracle())
+    weights = {name: value.to(torch.float8_e4m3fn) for name, value in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(EngineError, match="weights of kind F8_E4M3"):
+        HuggingFaceFolder(folder)
+
+
+def test_a_directorys_fingerprint_tells_weights_rope_and_tokenizers_apart(tmp_path: Path) -> None:
+    folders = {name: save_folder(tmp_path / name, oracle(), shard_bytes=60_000) for name in ("one", "same", "retold")}
+    (folders["retold"] / "chat_template.jinja").write_text("{{ other }}")
+    folders["seed"] = save_folder(tmp_path / "seed", oracle(seed=1), shard_bytes=60_000)
+    folders["scaled"] = edited(
+        save_folder(tmp_path / "scaled", oracle(), shard_bytes=60_000),
+        rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0},
+    )
+    engines = {name: load(folder) for name, folder in folders.items()}
+    first = engines["one"].fingerprint_fields
+    assert first["quantisation"] == "F32"
+    assert [changed(first, engines[name]) for name in ("same", "retold", "seed", "scaled")] == [
+        set(),
+        {"template_digest"},
+        {"weight_revision"},
+        {"rope_scaling"},
+    ]
+
+
+def test_the_memory_needed_depends_on_the_dtype_and_counts_a_packed_output_projection() -> None:
+    cpu = torch.device("cpu")
+    config = replace(config_of(oracle()), tied_embeddings=True, vocab=100_000)
+    embeddings = config.vocab * config.hidden
+    assert weight_bytes(config, torch.float32, cpu) == 4 * (config.parameters + config.layer_parameters)
+    assert weight_bytes(config, torch.bfloat16, cpu) == 2 * (config.parameters + embeddings)
+    assert weight_bytes(config, torch.bfloat16, torch.device("cuda")) == 2 * (
+        config.parameters + config.layer_parameters
+    )

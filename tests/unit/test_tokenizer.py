@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from baton_core.errors import ClientError, EngineError, Reason
+from baton_io.gguf_metadata import read_metadata
 from baton_worker.detokenizer import Match, StopMatcher, StreamDecoder
-from baton_worker.gguf_metadata import read_metadata
 from baton_worker.models import resolve_model
 from baton_worker.tokenizer import Tokenizer
 
