@@ -4,9 +4,15 @@ All deadlines of one request derive from its budget (`request_budget_ms`): a sta
 and the request's, and the error names the stage that ran out.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 Millis = int
+
+
+def limit(default: int, help: str) -> int:
+    """A limit with its default, and what `--help` says of it."""
+    value: int = field(default=default, metadata={"help": help})
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,41 +23,41 @@ class Limits:
     """
 
     # -- deadlines of a request (reached: the request fails, `Reason.DEADLINE`, the stage is named)
-    request_budget_ms: Millis = 600_000  # whole request, unless the router sends what is left
-    lookup_ms: Millis = 2_000  # all look-ups at the registry together
-    other_leg_ms: Millis = 10_000  # the other worker's leg of this room arrives
-    transfer_stall_ms: Millis = 5_000  # a transfer, or its metadata row, makes no progress
-    revoking_ms: Millis = 2_000  # writers confirm that they stopped; then the peer is fenced
+    request_budget_ms: Millis = limit(600_000, "whole request, unless the router sends what is left of it")
+    lookup_ms: Millis = limit(2_000, "all look-ups at the registry together")
+    other_leg_ms: Millis = limit(10_000, "the other worker's leg of a room arrives")
+    transfer_stall_ms: Millis = limit(5_000, "a transfer, or its metadata row, makes progress")
+    revoking_ms: Millis = limit(2_000, "writers confirm that they stopped; then the peer is fenced")
     # -- links between workers (reached: every room of that peer fails, `Reason.PEER_LOST`)
-    heartbeat_ms: Millis = 1_000
-    link_silent_ms: Millis = 5_000
-    link_suspect_ms: Millis = 700  # a peer whose connection broke says a word again
-    link_resend_ms: Millis = 200  # an unacknowledged message is sent again
-    link_window: int = 4_096  # unacknowledged messages; more: the peer counts as lost
+    heartbeat_ms: Millis = limit(1_000, "a link with nothing to say gives a sign of life")
+    link_silent_ms: Millis = limit(5_000, "a link is silent; then the peer is lost")
+    link_suspect_ms: Millis = limit(700, "a peer whose connection broke says a word again")
+    link_resend_ms: Millis = limit(200, "an unacknowledged message is sent again")
+    link_window: int = limit(4_096, "unacknowledged messages; with more the peer is lost")
     # -- worker (reached: the worker turns unready and exits)
-    loop_stall_ms: Millis = 15_000  # scheduler loop without a turn
-    step_ms: Millis = 60_000  # one forward
-    start_ms: Millis = 300_000  # ranks load the model and say ready
-    drain_ms: Millis = 120_000  # running requests finish after SIGTERM
+    loop_stall_ms: Millis = limit(15_000, "the scheduler loop takes a turn; else the worker exits")
+    step_ms: Millis = limit(60_000, "one forward; else the worker exits")
+    start_ms: Millis = limit(300_000, "ranks load the model and say ready")
+    drain_ms: Millis = limit(120_000, "running requests finish after SIGTERM")
     # -- memory of rooms
-    tombstone_ms: Millis = 60_000
-    tombstones_max: int = 65_536  # the oldest is forgotten: may cost a deadline, never correctness
-    orphan_hellos_max: int = 4_096  # hellos without a request; more are answered `WAITING_FULL`
+    tombstone_ms: Millis = limit(60_000, "a failed room is remembered for its late leg")
+    tombstones_max: int = limit(65_536, "failed rooms remembered; the oldest is forgotten first")
+    orphan_hellos_max: int = limit(4_096, "rooms that wait at prefill for their own leg; more are refused")
     # -- queues (reached: 503 with Retry-After, `Reason.WAITING_FULL`)
-    waiting_max: int = 2_048  # live requests of one scheduler
-    retry_after_ms: Millis = 1_000
+    waiting_max: int = limit(2_048, "live requests of one scheduler; more get 503")
+    retry_after_ms: Millis = limit(1_000, "what Retry-After says")
     # -- batches
-    running_max: int = 64  # sequences in one decode batch
-    metadata_rows: int = 256  # handoffs in flight on one decode rank
-    chunk_tokens: int = 512  # prompt tokens computed in one prefill step
+    running_max: int = limit(64, "sequences in one decode batch")
+    metadata_rows: int = limit(256, "handoffs in flight on one decode rank")
+    chunk_tokens: int = limit(512, "prompt tokens computed in one step")
     # -- bodies (reached: 400, or 413 for bytes)
-    body_bytes_max: int = 16 * 1024 * 1024
-    stop_strings_max: int = 64
-    stop_string_chars_max: int = 1_024
-    stop_ids_max: int = 1_024
+    body_bytes_max: int = limit(16 * 1024 * 1024, "request body; a larger one gets 413")
+    stop_strings_max: int = limit(64, "stop strings of one request")
+    stop_string_chars_max: int = limit(1_024, "characters of one stop string")
+    stop_ids_max: int = limit(1_024, "stop token ids of one request")
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for one in fields(self):
+            value = getattr(self, one.name)
             if not isinstance(value, int) or value <= 0:
-                raise ValueError(f"limit {field.name} must be a positive integer, not {value!r}")
+                raise ValueError(f"limit {one.name} must be a positive integer, not {value!r}")
