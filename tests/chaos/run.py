@@ -1,0 +1,170 @@
+"""Chaos on real processes: random kills, stops and restarts under load, then the checks GOLD and LEAK.
+
+    python tests/chaos/run.py --minutes 2 --seed 1
+
+Every fault heals (a killed process is started again with `baton restart`, a stopped one continues), so that at the end the
+stack must be whole: the greedy answer is what it always was, every page and row is free, and in between every request had
+exactly one ending: an answer, an error with a status, or an error event in its stream. Exits 1 and keeps the logs if not.
+"""
+
+import argparse
+import asyncio
+import collections
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from integration.stack import START_S, Stack, ask_all, eventually, gold, greedy
+
+SETTINGS = ("prefill.kv_tokens=8192", "decode.kv_tokens=8192", "prefill.chunk_tokens=128")
+STOP_S = (0.5, 7.0)  # shorter and longer than the five seconds after which a silent peer is lost
+ANSWER_S = 45.0  # a request that has no ending by then hangs: the longest deadline of a stage is far below
+
+
+class Hang(AssertionError):
+    """A request had no ending in time."""
+
+
+async def one_request(client: httpx.AsyncClient, url: str, draw: random.Random) -> str:
+    """A request of a random kind; how it ended."""
+    sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": draw.randint(1, 60)}
+    body: dict[str, Any] = {"text": "word " * draw.randint(1, 900) + str(draw.random()), "sampling_params": sampling}
+    stream = draw.random() < 0.5
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            if not stream:
+                return str((await client.post(f"{url}/generate", json=body)).status_code)
+            return await one_stream(client, url, body | {"stream": True})
+    except TimeoutError as error:
+        raise Hang(f"no ending within {ANSWER_S} s: {body['sampling_params']} stream={stream}") from error
+    except httpx.TransportError as error:
+        return type(error).__name__
+
+
+async def one_stream(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> str:
+    last = ""
+    async with client.stream("POST", f"{url}/generate", json=body) as answer:
+        async for line in answer.aiter_lines():
+            if line.startswith("data: "):
+                last = line[6:]
+        if answer.status_code != 200:
+            return str(answer.status_code)
+    if last == "[DONE]":
+        return "200"
+    return "error event" if "error" in json.loads(last or "{}") else "stream cut without a word"
+
+
+async def load(stack: Stack, endings: collections.Counter[str], until: float, draw: random.Random) -> None:
+    """Keep asking until `until`."""
+    async with httpx.AsyncClient(timeout=None) as client:
+        while time.monotonic() < until:
+            endings[await one_request(client, stack.url, random.Random(draw.random()))] += 1
+
+
+def victims(stack: Stack) -> list[tuple[str, int, int]]:
+    """(role, index, pid) of every process that may be hurt; the router is what we talk to."""
+    found = []
+    for entry in stack.state:
+        if entry["role"] != "router":
+            found.append((entry["role"], entry["index"], entry["pid"]))
+            found += [(entry["role"], entry["index"], rank["pid"]) for rank in entry.get("ranks", [])]
+    return found
+
+
+async def hurt(stack: Stack, draw: random.Random, say: Any) -> None:
+    """One fault, and its healing."""
+    role, index, pid = draw.choice(victims(stack))
+    if draw.random() < 0.4:
+        seconds = draw.uniform(*STOP_S)
+        say(f"stop {role} {index} (pid {pid}) for {seconds:.1f} s")
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(seconds)
+        os.kill(pid, signal.SIGCONT)
+        return
+    say(f"kill {role} {index} (pid {pid})")
+    os.kill(pid, signal.SIGKILL)
+    await asyncio.sleep(draw.uniform(0, 2))
+    argv = [sys.executable, "-m", "baton_cli", "restart", "--state", str(stack.directory), role, str(index), "--kill"]
+    done = await asyncio.to_thread(subprocess.run, argv, capture_output=True, text=True, timeout=START_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    stack.refresh()
+
+
+async def whole(stack: Stack) -> None:
+    """GOLD and LEAK."""
+
+    async def usable() -> bool:
+        async with httpx.AsyncClient() as client:
+            return (await client.get(f"{stack.url}/ready")).status_code == 200
+
+    await eventually(usable, "the router has a usable pair", within_s=60)
+    prompts = gold()[:8]
+    answers = await ask_all(stack.url, [greedy(prompt) for prompt in prompts], concurrency=4)
+    wrong = [p["name"] for p, a in zip(prompts, answers, strict=True) if a["output_ids"] != p["output_ids"]]
+    assert not wrong, f"GOLD: {wrong}"
+    await stack.flush()
+    for gauges in await stack.idle_snapshots():
+        assert gauges["pages_free"] == gauges["pages"], f"LEAK: {gauges}"
+        assert gauges.get("rows_free") == gauges.get("rows"), f"LEAK: {gauges}"
+
+
+async def chaos(options: argparse.Namespace, directory: Path) -> None:
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - began:7.1f} s  {text}", flush=True)
+
+    began = time.monotonic()
+    draw = random.Random(options.seed)
+    shape = ("--prefill", str(options.prefill), "--decode", str(options.decode), "--dtype", "float32")
+    stack = await asyncio.to_thread(Stack.up, directory, *shape, settings=SETTINGS)
+    try:
+        say("the stack is up")
+        endings: collections.Counter[str] = collections.Counter()
+        until = time.monotonic() + options.minutes * 60
+        clients = [
+            asyncio.create_task(load(stack, endings, until, random.Random(draw.random())))
+            for _ in range(options.clients)
+        ]
+        while time.monotonic() < until:
+            await asyncio.sleep(draw.uniform(0.5, 4))
+            await hurt(stack, draw, say)
+        for client in clients:
+            await client
+        say(f"endings: {dict(sorted(endings.items()))}")
+        assert not endings["stream cut without a word"]
+        await whole(stack)
+        say("whole again: GOLD and LEAK pass")
+    finally:
+        await asyncio.to_thread(stack.down)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=2)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--prefill", type=int, default=1)
+    parser.add_argument("--decode", type=int, default=1)
+    options = parser.parse_args()
+    directory = Path(tempfile.mkdtemp(prefix="baton-chaos-"))
+    try:
+        asyncio.run(chaos(options, directory))
+    except AssertionError as error:
+        print(f"FAILED: {error}\nlogs: {directory}/logs   again: --seed {options.seed} --minutes {options.minutes}")
+        return 1
+    print("1 passed, 0 failed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
