@@ -29,7 +29,8 @@ from integration.stack import START_S, Stack, ask_all, eventually, gold, greedy
 
 SETTINGS = ("prefill.kv_tokens=8192", "decode.kv_tokens=8192", "prefill.chunk_tokens=128")
 STOP_S = (0.5, 7.0)  # shorter and longer than the five seconds after which a silent peer is lost
-ANSWER_S = 45.0  # a request that has no ending by then hangs: the longest deadline of a stage is far below
+BUDGET_MS = 60_000  # sent with every request, so that slowness ends in an answer too
+ANSWER_S = BUDGET_MS / 1_000 + 5  # a request that has no ending by then hangs
 
 
 class Hang(AssertionError):
@@ -39,7 +40,7 @@ class Hang(AssertionError):
 async def one_request(client: httpx.AsyncClient, url: str, draw: random.Random) -> str:
     """A request of a random kind; how it ended."""
     sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": draw.randint(1, 60)}
-    body: dict[str, Any] = {"text": "word " * draw.randint(1, 900) + str(draw.random()), "sampling_params": sampling}
+    body: dict[str, Any] = {"text": "word " * draw.randint(1, 400) + str(draw.random()), "sampling_params": sampling}
     stream = draw.random() < 0.5
     try:
         async with asyncio.timeout(ANSWER_S):
@@ -67,7 +68,7 @@ async def one_stream(client: httpx.AsyncClient, url: str, body: dict[str, Any]) 
 
 async def load(stack: Stack, endings: collections.Counter[str], until: float, draw: random.Random) -> None:
     """Keep asking until `until`."""
-    async with httpx.AsyncClient(timeout=None) as client:
+    async with httpx.AsyncClient(timeout=None, headers={"x-baton-budget-ms": str(BUDGET_MS)}) as client:
         while time.monotonic() < until:
             ending = await one_request(client, stack.url, random.Random(draw.random()))
             endings[ending] += 1
@@ -155,7 +156,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=2)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--prefill", type=int, default=1)
     parser.add_argument("--decode", type=int, default=1)
     options = parser.parse_args()
