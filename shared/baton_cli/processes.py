@@ -199,10 +199,11 @@ def _exchange(method: str, url: str, body: str | None, timeout_seconds: float) -
 def stop(processes: Sequence[Running], *, grace_seconds: float, hurry: Callable[[], bool]) -> list[Running]:
     """SIGTERM to each process; SIGKILL to the groups that are left when the grace is over or `hurry()`.
 
-    Returns those that had to be killed. Ranks never get the SIGTERM: their app drains and tells them.
+    Returns those that had to be killed. Without a grace there is no SIGTERM either: whoever wants a process dead at once
+    does not want it to begin to drain. Ranks never get the SIGTERM: their app drains and tells them.
     """
     for process in processes:
-        if process.alive:
+        if process.alive and grace_seconds > 0:
             _signal(process.identity, signal.SIGTERM)
     deadline = time.monotonic() + grace_seconds
     while any(process.alive for process in processes) and time.monotonic() < deadline and not hurry():
@@ -213,7 +214,7 @@ def stop(processes: Sequence[Running], *, grace_seconds: float, hurry: Callable[
 
 
 def kill(processes: Sequence[Running]) -> None:
-    """SIGKILL to each process's group, also to ranks whose app is gone. Raises CliError if one survives that."""
+    """SIGKILL to each process's group; a worker's ranks end with their app. Raises CliError if one survives that."""
     for process in processes:
         _kill_group(process.identity)
     deadline = time.monotonic() + KILL_TIMEOUT_SECONDS
