@@ -101,8 +101,8 @@ async def test_a_leg_that_stays_alone_ends_with_its_own_deadline_and_says_which_
 
 async def test_a_second_live_leg_of_a_room_is_a_409_that_harms_only_itself(stack: Stack) -> None:
     room = next(ROOMS)
-    long = {"sampling_params": {"temperature": 0, "max_new_tokens": 300, "ignore_eos": True}}
-    async with httpx.AsyncClient(timeout=60) as client:
+    long = {"sampling_params": {"temperature": 0, "max_new_tokens": 80, "ignore_eos": True}}
+    async with httpx.AsyncClient(timeout=120) as client:
         legs = [
             asyncio.create_task(send(client, url(stack, r), body(stack, room, **long))) for r in ("prefill", "decode")
         ]
@@ -116,7 +116,7 @@ async def test_a_second_live_leg_of_a_room_is_a_409_that_harms_only_itself(stack
 async def test_a_client_that_leaves_one_leg_ends_the_other(stack: Stack) -> None:
     room = next(ROOMS)
     long = {"text": "word " * 3_000, "sampling_params": {"max_new_tokens": 1_000, "ignore_eos": True}}
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with httpx.AsyncClient(timeout=120) as client:
         decode = asyncio.create_task(send(client, url(stack, "decode"), body(stack, room, **long)))
         prefill = asyncio.create_task(send(client, url(stack, "prefill"), body(stack, room, **long)))
         await asyncio.sleep(0.4)
@@ -134,8 +134,8 @@ async def test_a_client_that_leaves_one_leg_ends_the_other(stack: Stack) -> None
 async def test_a_worker_that_is_told_to_drain_finishes_what_it_has_and_takes_no_more(stack: Stack) -> None:
     """Last in this file: it is about SIGTERM."""
     room = next(ROOMS)
-    long = {"sampling_params": {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True}}
-    async with httpx.AsyncClient(timeout=60) as client:
+    long = {"sampling_params": {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}}
+    async with httpx.AsyncClient(timeout=120) as client:
         legs = [
             asyncio.create_task(send(client, url(stack, r), body(stack, room, **long))) for r in ("prefill", "decode")
         ]
