@@ -65,7 +65,9 @@ class FakeWorker:
             "model": "fake",
         } | info
         self.ready_answer: tuple[int, dict[str, Any]] = (200, {"ready": True, "reasons": []})
+        self.loads: list[dict[str, Any]] = []  # what /v1/loads tells; nothing: 404
         self.received: list[Received] = []
+        self.registered: list[dict[str, Any]] = []  # bodies of /register_dp_rank
         self.arrival = asyncio.Event()
         self.release = asyncio.Event()  # scripts that hold something wait for it
         self.url = ""
@@ -77,7 +79,9 @@ class FakeWorker:
         app.router.add_get("/ready", self._ready)
         app.router.add_get("/server_info", self._server_info)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/loads", self._loads)
         app.router.add_post("/flush_cache", self._flush)
+        app.router.add_post("/register_dp_rank", self._register)
         # A handler is cancelled when its client goes away: that is how a worker notices.
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01, access_log=None)
         await self._runner.setup()
@@ -101,8 +105,15 @@ class FakeWorker:
     async def _server_info(self, _request: web.Request) -> web.Response:
         return web.json_response(self.info)
 
+    async def _loads(self, _request: web.Request) -> web.Response:
+        return web.json_response({"loads": self.loads}, status=200 if self.loads else 404)
+
     async def _models(self, _request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "fake", "object": "model"}]})
+
+    async def _register(self, request: web.Request) -> web.Response:
+        self.registered.append(await request.json())
+        return web.Response(text="OK")
 
     async def _flush(self, _request: web.Request) -> web.Response:
         return web.json_response({})
@@ -328,6 +339,13 @@ async def world(
         if wait_ready:
             await client.until("/ready", lambda _, body: all(worker["state"] == "ready" for worker in body["workers"]))
         yield World(client, ps, ds)
+
+
+def free_port() -> int:
+    """A port of the loopback that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 async def texts(response: Any) -> list[str]:

@@ -122,8 +122,8 @@ async def test_a_streamed_completion_adds_up_and_stops_where_it_should(client: A
 async def test_a_wrong_request_raises_what_the_client_knows(client: AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature"):
         await client.chat.completions.create(model="any", messages=MESSAGES, temperature=-1)
-    with pytest.raises(openai.BadRequestError, match="n is not supported yet"):
-        await client.chat.completions.create(model="any", messages=MESSAGES, n=2)
+    with pytest.raises(openai.BadRequestError, match="max_tokens"):
+        await client.chat.completions.create(model="any", messages=MESSAGES, max_tokens=-1)
     with pytest.raises(openai.BadRequestError, match="top_logprobs must be between 0 and 20"):
         await client.chat.completions.create(model="any", messages=MESSAGES, logprobs=True, top_logprobs=21)
 

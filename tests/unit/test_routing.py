@@ -7,12 +7,13 @@ from itertools import pairwise
 import pytest
 
 from baton_core.request import ROOM_MAX
-from baton_core.routing.pair import Draws, NoPair, Pair, Policies, choose_pair, missing_pair
-from baton_core.routing.policies import TURNS_MAX, Policy, PolicyName, RandomPolicy, RoundRobinPolicy, make_policy
+from baton_core.routing.pair import ByRank, Draws, Fleet, NoPair, Pair, Policies
+from baton_core.routing.policies import TURNS_MAX, Ask, Policy, RandomPolicy, RoundRobinPolicy
 from baton_core.routing.rooms import draw_room
-from baton_core.routing.workers import Role, Worker, WorkerState, compatible
+from baton_core.routing.workers import Load, Role, Target, Worker, WorkerState, compatible
 
 DRAWS = Draws(prefill=0, decode=0)
+ASK = Ask()
 
 
 def worker(name: str, role: Role = Role.PREFILL, *, fingerprint: str | None = "f") -> Worker:
@@ -27,9 +28,30 @@ def policies(policy: type[Policy] = RoundRobinPolicy) -> Policies:
     return Policies(prefill=policy(), decode=policy())
 
 
+def target(name: str) -> Target:
+    return Target(key=name, worker=worker(name))
+
+
+def choose_pair(
+    prefills: list[Worker],
+    decodes: list[Worker],
+    both: Policies,
+    draws: Draws,
+    *,
+    avoid: tuple[str, ...] = (),
+    alone: bool = False,
+) -> Pair | NoPair:
+    avoided = (lambda url: url in avoid) if avoid else None
+    return Fleet(prefills, decodes).choose(both, ASK, {}, draws, avoid=avoided, alone=alone)
+
+
+def missing_pair(prefills: list[Worker], decodes: list[Worker]) -> str | None:
+    return Fleet(prefills, decodes).missing_pair()
+
+
 def chosen(result: Pair | NoPair) -> tuple[str | None, str]:
     assert isinstance(result, Pair), result
-    return (result.prefill.url if result.prefill else None, result.decode.url)
+    return (result.prefill.key if result.prefill else None, result.decode.key)
 
 
 def refused(result: Pair | NoPair) -> str:
@@ -41,38 +63,40 @@ def refused(result: Pair | NoPair) -> str:
 
 
 def test_round_robin_gives_every_worker_its_turn() -> None:
-    policy, workers = RoundRobinPolicy(), [worker("a"), worker("b"), worker("c")]
-    assert [policy.choose(workers, 0).url for _ in range(6)] == ["a", "b", "c", "a", "b", "c"]
+    policy, workers = RoundRobinPolicy(), [target("a"), target("b"), target("c")]
+    assert [policy.choose(workers, ASK, {}, 0).key for _ in range(6)] == ["a", "b", "c", "a", "b", "c"]
 
 
 def test_round_robin_never_repeats_itself_however_the_candidates_differ_from_request_to_request() -> None:
-    policy, a, b, c = RoundRobinPolicy(), worker("a"), worker("b"), worker("c")
-    turns = [policy.choose(candidates, 0).url for candidates in ([a, b, c], [b, c], [a, b, c], [a, c]) * 30]
+    policy, a, b, c = RoundRobinPolicy(), target("a"), target("b"), target("c")
+    turns = [policy.choose(candidates, ASK, {}, 0).key for candidates in ([a, b, c], [b, c], [a, b, c], [a, c]) * 30]
     assert all(before != after for before, after in pairwise(turns))
     assert min(Counter(turns).values()) >= 30
 
 
 def test_round_robin_serves_a_newcomer_next_and_then_no_more_than_its_share() -> None:
-    policy, old = RoundRobinPolicy(), [worker("a"), worker("b")]
+    policy, old = RoundRobinPolicy(), [target("a"), target("b")]
     for _ in range(10):
-        policy.choose(old, 0)
-    assert [policy.choose([*old, worker("new")], 0).url for _ in range(4)] == ["new", "a", "b", "new"]
+        policy.choose(old, ASK, {}, 0)
+    assert [policy.choose([*old, target("new")], ASK, {}, 0).key for _ in range(4)] == ["new", "a", "b", "new"]
 
 
 def test_round_robin_remembers_a_bounded_number_of_workers() -> None:
     policy = RoundRobinPolicy()
     for number in range(TURNS_MAX + 10):
-        policy.choose([worker(str(number))], 0)
+        policy.choose([target(str(number))], ASK, {}, 0)
     assert len(policy._turns) == TURNS_MAX
 
 
 def test_random_follows_the_draw() -> None:
-    workers = [worker("a"), worker("b"), worker("c")]
-    assert [RandomPolicy().choose(workers, draw).url for draw in (0, 1, 2, 3, 2**32 - 1)] == ["a", "b", "c", "a", "a"]
-
-
-def test_every_policy_an_operator_can_name_exists() -> None:
-    assert [type(make_policy(name)) for name in PolicyName] == [RoundRobinPolicy, RandomPolicy]
+    workers = [target("a"), target("b"), target("c")]
+    assert [RandomPolicy().choose(workers, ASK, {}, draw).key for draw in (0, 1, 2, 3, 2**32 - 1)] == [
+        "a",
+        "b",
+        "c",
+        "a",
+        "a",
+    ]
 
 
 # -- pairs
@@ -145,7 +169,7 @@ def test_a_retry_avoids_the_workers_that_failed() -> None:
 
 def test_a_retry_without_another_pair_is_refused_and_says_so() -> None:
     reason = refused(choose_pair([worker("p1")], [decode("d1")], policies(), DRAWS, avoid=("p1",)))
-    assert reason == "no prefill worker is usable (p1: it just failed this request)"
+    assert reason == "no prefill worker is usable (p1: it just failed)"
 
 
 def test_a_refused_choice_costs_nobody_a_turn() -> None:
@@ -171,5 +195,46 @@ def test_a_room_drawn_for_a_rank_leads_there_and_stays_in_range(dp_size: int) ->
 
 
 def test_a_view_of_a_worker_that_cannot_be_is_not_made() -> None:
-    with pytest.raises(ValueError, match="in_flight -1"):
-        replace(worker("p"), in_flight=-1)
+    with pytest.raises(ValueError, match="dp_size 0"):
+        replace(worker("p"), dp_size=0)
+
+
+# -- targets and room
+
+
+def test_every_rank_is_a_target_where_ranks_are_chosen_and_a_worker_is_one_where_they_are_not() -> None:
+    prefills, decodes = [replace(worker("p"), dp_size=3)], [replace(decode("d"), dp_size=2)]
+    fleet = Fleet(prefills, decodes, ByRank(prefill=True))
+    both = policies()
+    pairs = [fleet.choose(both, ASK, {}, DRAWS) for _ in range(3)]
+    assert [chosen(pair) for pair in pairs] == [("p@0", "d"), ("p@1", "d"), ("p@2", "d")]
+    assert [pair.prefill.dp_rank for pair in pairs if isinstance(pair, Pair) and pair.prefill] == [0, 1, 2]
+
+
+def test_decode_workers_without_room_for_the_prompt_are_passed_over_while_one_has_it() -> None:
+    fleet, full = Fleet([worker("p")], [decode("d1"), decode("d2")]), Load(kv_tokens_free=10)
+    ask, both = Ask(prompt_tokens=100), policies(RandomPolicy)
+    assert chosen(fleet.choose(both, ask, {"d1": full}, DRAWS)) == ("p", "d2")
+    assert chosen(fleet.choose(both, ask, {"d1": full, "d2": full}, DRAWS)) == ("p", "d1")
+
+
+def test_a_prefill_worker_all_of_whose_partners_are_full_is_passed_over() -> None:
+    fleet = Fleet(
+        [worker("p-a", fingerprint="a"), worker("p-b", fingerprint="b")],
+        [decode("d-a", fingerprint="a"), decode("d-b", fingerprint="b")],
+    )
+    loads = {"d-a": Load(kv_tokens_free=1)}
+    assert chosen(fleet.choose(policies(), Ask(prompt_tokens=9), loads, DRAWS)) == ("p-b", "d-b")
+
+
+def test_a_decode_worker_serves_alone_where_that_is_asked_for() -> None:
+    assert chosen(choose_pair([worker("p")], [decode("d")], policies(), DRAWS, alone=True)) == (None, "d")
+
+
+def test_a_report_counts_until_requests_of_our_own_come_and_go() -> None:
+    load = Load(in_flight=3)
+    load.report(requests=7, kv_tokens_free=None)
+    load.in_flight += 2
+    assert load.requests == 9
+    load.in_flight = 0
+    assert load.requests == 4

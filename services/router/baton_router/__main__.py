@@ -12,6 +12,7 @@ from baton_io.config import describe, load
 from baton_io.logs import configure_logs
 from baton_router.app import build
 from baton_router.config import RouterConfig
+from baton_router.keys import KeysError
 
 IDLE_CLIENT_S = 75
 """An idle client connection is kept longer than most clients keep it, so that they, not we, close it first."""
@@ -31,8 +32,14 @@ def main() -> None:
     structlog.get_logger().info("router.started", config=describe(config))
     # uvicorn drains, then raises the signal again: a router that was told to stop and did has not failed.
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(0))
+    # Seeded by the system once: rooms must not repeat, and nothing secret is drawn from it.
+    draw = random.Random(random.SystemRandom().getrandbits(256)).getrandbits
+    try:
+        app = build(config, draw)
+    except (KeysError, OSError) as error:
+        sys.exit(f"baton-router: keys_file {config.keys_file}: {error}")
     uvicorn.run(
-        build(config, random.SystemRandom().getrandbits),
+        app,
         host=config.host,
         port=config.port,
         http="httptools",
@@ -40,6 +47,7 @@ def main() -> None:
         access_log=False,
         log_config=None,
         server_header=False,
+        proxy_headers=False,
         timeout_keep_alive=IDLE_CLIENT_S,
         timeout_graceful_shutdown=max(1, config.limits.drain_ms // 1000),
     )

@@ -5,8 +5,10 @@ neither reads nor validates costs more than the choice of the pair.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -15,22 +17,37 @@ from starlette.exceptions import HTTPException
 
 from baton_core.errors import Reason, Verdict
 from baton_core.limits import Millis
-from baton_core.routing.pair import Policies, missing_pair
+from baton_core.routing.breaker import BreakerLimits, RetryBudget
+from baton_core.routing.fairness import FairQueue
+from baton_core.routing.pair import ByRank, Policies
 from baton_core.routing.policies import PolicyName, make_policy
-from baton_core.routing.workers import Role, Worker
+from baton_core.routing.workers import Role
+from baton_router.admin import serving_admin, shown
+from baton_router.client import HttpUpstream
 from baton_router.config import RouterConfig, parse_address
-from baton_router.directory import Directory, Probing
-from baton_router.dispatch import Dispatch, DispatchSettings
+from baton_router.directory import Directory
+from baton_router.discovery.docker import DockerContainers
+from baton_router.discovery.kubernetes import Cluster, EndpointSlices
+from baton_router.discovery.registry import RegistryInstances
+from baton_router.discovery.source import Source, keep_following
+from baton_router.discovery.workers_file import WorkersFile
+from baton_router.dispatch import Dispatch
+from baton_router.door import Door
 from baton_router.exchange import ClientGone, Receive, Refused, Scope, Send, read_body
+from baton_router.facts import needs_of
 from baton_router.failures import Failure, envelope, own_failure
+from baton_router.keys import parse_keys
 from baton_router.metrics import RouterMetrics
-from baton_router.upstream import AiohttpUpstream, Upstream, UpstreamError, read_all
+from baton_router.probe import Prober
+from baton_router.road import DpMode, Road, RoadSettings
+from baton_router.upstream import Upstream, UpstreamError, read_all
 
 GENERATING_ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
 FAN_OUT_MS: Millis = 10_000
 FAN_OUT_BODY_BYTES_MAX = 64 * 1024
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+Watch = Callable[[], Coroutine[Any, Any, None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
@@ -45,27 +62,30 @@ class Control:
         upstream: Upstream,
         session: AbstractAsyncContextManager[object],
         metrics: RouterMetrics,
+        watches: list[Watch],
     ) -> None:
         self._config = config
         self._directory = directory
         self._upstream = upstream
         self._session = session
         self._metrics = metrics
-        self._watch: asyncio.Task[None] | None = None
+        self._watches = [directory.watch, *watches]
+        self._watching: list[asyncio.Task[None]] = []
 
     @asynccontextmanager
     async def lifespan(self, _app: FastAPI) -> AsyncIterator[None]:
-        """Open the way to the workers and watch them while the server runs."""
-        async with self._session:
-            self._watch = asyncio.create_task(self._directory.watch())
+        """Open the way to the workers and watch them, and whatever else changes, while the server runs."""
+        async with self._session, serving_admin(self._directory, self._config.admin_host, self._config.admin_port):
+            self._watching = [asyncio.create_task(watch()) for watch in self._watches]
             yield
-            self._watch.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._watch
+            for task in self._watching:
+                task.cancel()
+            await asyncio.gather(*self._watching, return_exceptions=True)
 
     async def health(self) -> JSONResponse:
         """Alive: workers are being watched. Says nothing about whether there are any."""
-        alive = self._watch is not None and not self._watch.done()
+        ended = [task for task in self._watching if task.done() and (task.cancelled() or task.exception())]
+        alive = bool(self._watching) and not ended and not self._watching[0].done()
         return JSONResponse({"status": "ok" if alive else "the watch over the workers ended"}, 200 if alive else 503)
 
     async def ready(self) -> Response:
@@ -75,7 +95,7 @@ class Control:
             "ready": missing is None,
             "reasons": [] if missing is None else [missing],
             "progress": None,
-            "workers": [_shown(worker) for worker in self._directory.all()],
+            "workers": [shown(self._directory, worker) for worker in self._directory.all()],
         }
         if missing is None:
             return JSONResponse(body)
@@ -90,7 +110,7 @@ class Control:
                 "prefill_policy": self._config.prefill_policy,
                 "decode_policy": self._config.decode_policy,
                 "retries": self._config.retries,
-                "workers": [_shown(worker) for worker in self._directory.all()],
+                "workers": [shown(self._directory, worker) for worker in self._directory.all()],
             }
         )
 
@@ -138,43 +158,131 @@ class Control:
             return 502
 
     def _missing(self) -> str | None:
-        return missing_pair(self._directory.workers(Role.PREFILL), self._directory.workers(Role.DECODE))
+        """Why nobody can be served now; with `degrade`, a decode worker alone can serve."""
+        fleet = self._directory.fleet
+        has_decode = any(worker.usable for worker in fleet.decodes)
+        return None if self._config.degrade and has_decode else fleet.missing_pair()
 
     def _retry_after_s(self) -> int:
         return max(1, self._config.limits.retry_after_ms // 1000)
 
 
 def build(config: RouterConfig, draw: Callable[[int], int]) -> AsgiApp:
-    """A whole router from its configuration; `draw(n)` gives a random integer of n bits."""
+    """A whole router from its configuration; `draw(n)` gives a random integer of n bits.
+
+    Raises KeysError or OSError when the file of keys cannot be used: a router without it would let nobody in.
+    """
     metrics = RouterMetrics()
-    upstream = AiohttpUpstream(connect_timeout_ms=config.connect_timeout_ms)
-    registry = None if config.registry is None else parse_address(config.registry)
-    probing = Probing(
-        interval_ms=config.probe_interval_ms,
-        timeout_ms=config.connect_timeout_ms,
-        registry_known=registry is not None,
+    upstream = HttpUpstream(connect_timeout_ms=config.connect_timeout_ms)
+    directory = _directory(config, upstream, metrics)
+    door = Door(
+        queue=FairQueue(running_max=config.concurrent_max, waiting_max=config.queue_max),
+        keys=None if config.keys_file is None else Path(config.keys_file),
+        queue_ms=config.queue_ms,
+        retry_after_ms=config.limits.retry_after_ms,
+        on_queue=metrics.queued.set,
     )
-    directory = Directory(
-        prefill=config.prefill,
-        decode=config.decode,
+    if config.keys_file is not None:
+        door.take_keys(parse_keys(Path(config.keys_file).read_bytes()))
+    names = PolicyName(config.prefill_policy), PolicyName(config.decode_policy)
+    dispatch = Dispatch(
+        road=_road(config, directory, upstream, metrics, draw),
+        door=door,
+        metrics=metrics,
+        limits=config.limits,
+        needs=needs_of(*names, tokens=config.poll_loads or config.local_prompt_tokens > 0),
+    )
+    control = Control(
+        config=config,
+        directory=directory,
         upstream=upstream,
-        probing=probing,
+        session=upstream,
+        metrics=metrics,
+        watches=[door.watch, *_followed(config, directory, upstream)],
+    )
+    return _front(dispatch, _control_app(control))
+
+
+def _directory(config: RouterConfig, upstream: Upstream, metrics: RouterMetrics) -> Directory:
+    prober = Prober(
+        upstream,
+        timeout_ms=config.connect_timeout_ms,
+        registry_known=config.registry is not None,
+        wants_loads=config.poll_loads,
+    )
+    by_rank = config.dp_mode != "off"
+    directory = Directory(
+        prober=prober,
+        interval_ms=config.probe_interval_ms,
+        breaker_limits=BreakerLimits(failures_max=config.breaker_failures_max, open_ms=config.breaker_open_ms),
+        # Under follow the room is prefill's rank; decode's workers place it among their ranks themselves.
+        by_rank=ByRank(prefill=by_rank, decode=by_rank and config.dp_mode != "follow"),
         on_change=metrics.count_workers,
+    )
+    named = [(Role.PREFILL, url) for url in config.prefill] + [(Role.DECODE, url) for url in config.decode]
+    directory.name("configuration", named)
+    metrics.open_breakers_from(lambda: len(directory.blocked()))
+    return directory
+
+
+def _road(
+    config: RouterConfig,
+    directory: Directory,
+    upstream: Upstream,
+    metrics: RouterMetrics,
+    draw: Callable[[int], int],
+) -> Road:
+    settings = RoadSettings(
+        limits=config.limits,
+        retries=config.retries,
+        registry=None if config.registry is None else parse_address(config.registry),
+        dp_mode=DpMode(config.dp_mode),
+        is_degrading=config.degrade,
+        local_prompt_tokens=config.local_prompt_tokens,
+        worker_key=config.worker_key,
     )
     policies = Policies(
         prefill=make_policy(PolicyName(config.prefill_policy)),
         decode=make_policy(PolicyName(config.decode_policy)),
     )
-    dispatch = Dispatch(
+    budget = RetryBudget(per_request=config.retries_per_request, burst=config.retries_burst)
+    return Road(
         directory=directory,
         upstream=upstream,
         policies=policies,
         metrics=metrics,
-        settings=DispatchSettings(limits=config.limits, retries=config.retries, registry=registry),
+        settings=settings,
+        budget=budget,
         draw=draw,
     )
-    control = Control(config=config, directory=directory, upstream=upstream, session=upstream, metrics=metrics)
-    return _front(dispatch, _control_app(control))
+
+
+def _followed(config: RouterConfig, directory: Directory, upstream: Upstream) -> list[Watch]:
+    """What follows each configured source of workers."""
+    interval_ms = config.discovery_interval_ms
+    sources: list[Source] = []
+    if config.workers_file is not None:
+        sources.append(WorkersFile(Path(config.workers_file), interval_ms))
+    if config.registry is not None and config.registry_discovery:
+        sources.append(RegistryInstances(parse_address(config.registry), upstream, config.connect_timeout_ms))
+    if config.kubernetes_api is not None:
+        sources.append(EndpointSlices(_cluster(config, config.kubernetes_api)))
+    if config.docker_socket is not None:
+        sources.append(DockerContainers(config.docker_socket))
+    return [partial(keep_following, source, directory.name, interval_ms) for source in sources]
+
+
+def _cluster(config: RouterConfig, api: str) -> Cluster:
+    folder = None if config.kubernetes_credentials is None else Path(config.kubernetes_credentials)
+    return Cluster(
+        api=api,
+        namespace=config.kubernetes_namespace,
+        selector=config.kubernetes_selector,
+        role_label=config.kubernetes_role_label,
+        token_file=None if folder is None else folder / "token",
+        ca_file=None if folder is None else folder / "ca.crt",
+        resync_ms=config.kubernetes_resync_ms,
+    )
 
 
 def _front(dispatch: AsgiApp, control: AsgiApp) -> AsgiApp:
@@ -213,17 +321,3 @@ async def _http_error(_request: Request, error: Exception) -> Response:
 def _answer(failure: Failure) -> Response:
     headers = {} if failure.retry_after is None else {"retry-after": failure.retry_after.decode("ascii")}
     return Response(failure.body, failure.status, headers=headers, media_type=failure.content_type.decode("ascii"))
-
-
-def _shown(worker: Worker) -> dict[str, Any]:
-    return {
-        "url": worker.url,
-        "role": worker.role.value,
-        "state": worker.state.value,
-        "reason": worker.reason,
-        "instance": worker.instance,
-        "incarnation": worker.incarnation,
-        "model": worker.model,
-        "dp_size": worker.dp_size,
-        "in_flight": worker.in_flight,
-    }

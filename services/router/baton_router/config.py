@@ -7,6 +7,24 @@ from urllib.parse import urlsplit
 from baton_core.limits import Limits
 from baton_io.config import option
 
+POSITIVE = (
+    "connect_timeout_ms",
+    "probe_interval_ms",
+    "discovery_interval_ms",
+    "kubernetes_resync_ms",
+    "breaker_failures_max",
+    "breaker_open_ms",
+    "concurrent_max",
+    "queue_ms",
+)
+HIGHEST = {
+    "retries": 10,
+    "retries_per_request": 10,
+    "retries_burst": 1_000_000,
+    "queue_max": 1_000_000,
+    "local_prompt_tokens": 1_000_000,
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
@@ -19,9 +37,44 @@ class RouterConfig:
     )
     decode: tuple[str, ...] = option((), "URLs of decode workers")
     registry: str | None = option(None, "host:port of the bootstrap registry where both legs meet; none: the prefill's")
-    prefill_policy: Literal["round_robin", "random"] = option("round_robin", "how a prefill worker is chosen")
-    decode_policy: Literal["round_robin", "random"] = option("round_robin", "how a decode worker is chosen")
+    workers_file: str | None = option(None, "TOML file with lists prefill and decode of URLs; read again on change")
+    registry_discovery: bool = option(False, "take the prefill workers that are registered at --registry")
+    kubernetes_api: str | None = option(
+        None, "URL of the Kubernetes API, whose EndpointSlices name workers; in a pod: https://kubernetes.default.svc"
+    )
+    kubernetes_namespace: str = option("default", "namespace of the EndpointSlices")
+    kubernetes_selector: str = option("app.kubernetes.io/name=baton", "label selector of the EndpointSlices")
+    kubernetes_role_label: str = option("app.kubernetes.io/component", "label whose value is prefill or decode")
+    kubernetes_credentials: str | None = option(
+        "/var/run/secrets/kubernetes.io/serviceaccount", "folder with token and ca.crt; none: neither is used"
+    )
+    docker_socket: str | None = option(None, "socket of a Docker engine whose labelled containers are workers")
+    discovery_interval_ms: int = option(2_000, "between two looks at a source of workers that cannot be watched")
+    kubernetes_resync_ms: int = option(30_000, "between two full lists of the EndpointSlices")
+    prefill_policy: Literal[
+        "round_robin", "random", "power_of_two", "least_load", "cache_aware", "consistent_hash", "session"
+    ] = option("round_robin", "how a prefill worker is chosen")
+    decode_policy: Literal[
+        "round_robin", "random", "power_of_two", "least_load", "cache_aware", "consistent_hash", "session"
+    ] = option("round_robin", "how a decode worker is chosen")
+    poll_loads: bool = option(True, "ask workers for /v1/loads with every probe; used by policies that weigh load")
+    dp_mode: Literal["off", "follow", "inject", "register"] = option(
+        "off", "how a chosen data-parallel rank reaches the workers; off: they choose themselves"
+    )
+    degrade: bool = option(False, "without a usable prefill worker decode workers serve alone")
+    local_prompt_tokens: int = option(0, "prompts estimated to be shorter stay on decode; 0: none")
     retries: int = option(2, "further pairs tried after a worker refused, was lost or was busy; only before any output")
+    retries_per_request: float = option(0.2, "retries that every request adds to the budget of all")
+    retries_burst: int = option(32, "retries that the budget holds at most, and at first")
+    breaker_failures_max: int = option(5, "failures in a row by a worker's own fault that open its breaker")
+    breaker_open_ms: int = option(5_000, "how long an open breaker keeps requests away before one is tried")
+    concurrent_max: int = option(4_096, "requests under way; further ones wait in the queue")
+    queue_max: int = option(1_024, "requests that wait; further ones get 503 with Retry-After")
+    queue_ms: int = option(30_000, "longest wait in the queue")
+    keys_file: str | None = option(None, "TOML file of API keys with quotas and priorities; none: open to everyone")
+    worker_key: str | None = option(None, "API key sent to workers; the client's own never is")
+    admin_host: str = option("127.0.0.1", "address of the admin routes")
+    admin_port: int | None = option(None, "port of the admin routes; none: there are none")
     connect_timeout_ms: int = option(1_000, "connecting to a worker, and any one probe of it")
     probe_interval_ms: int = option(1_000, "between two probes of a worker")
     log_format: Literal["console", "json"] = option("console", "how log lines look")
@@ -31,14 +84,19 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65_536:
             raise ValueError(f"port must be a port number, not {self.port}")
-        for name in ("connect_timeout_ms", "probe_interval_ms"):
+        for name in POSITIVE:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
-        if not 0 <= self.retries <= 10:
-            raise ValueError(f"retries must be between 0 and 10, not {self.retries}")
+        for name, highest in HIGHEST.items():
+            if not 0 <= getattr(self, name) <= highest:
+                raise ValueError(f"{name} must be between 0 and {highest}, not {getattr(self, name)}")
+        if self.admin_port is not None and not 0 < self.admin_port < 65_536:
+            raise ValueError(f"admin_port must be a port number, not {self.admin_port}")
+        if self.registry_discovery and self.registry is None:
+            raise ValueError("registry_discovery needs a registry")
         for name in ("prefill", "decode"):
             for url in getattr(self, name):
-                _check_url(name, url)
+                check_url(name, url)
         if self.registry is not None:
             parse_address(self.registry)
 
@@ -56,7 +114,8 @@ def bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _check_url(name: str, url: str) -> None:
+def check_url(name: str, url: str) -> None:
+    """Raises ValueError, naming the key, where `url` is not that of a worker."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
         raise ValueError(f"{name} must list URLs such as http://10.0.0.1:8100, not {url!r}")

@@ -1,185 +1,285 @@
-"""Which workers there are and what each can take: a static list, kept true by probes.
+"""Which workers there are and what each can take: told by discovery, kept true by probes.
 
 Every worker is probed by a task of its own, so that one that never answers delays nobody. A worker turns unready at
 once when it says so or when nothing listens there, after three unanswered probes otherwise: a busy worker may miss
 one. It turns ready with the next good probe; a new incarnation is taken over with it.
+
+A worker that discovery no longer names gets nothing new and is forgotten when its last leg has ended.
 """
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from urllib.parse import urlsplit
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 
-import msgspec
 import structlog
 
 from baton_core.limits import Millis
-from baton_core.routing.workers import Role, Worker, WorkerState
-from baton_router.config import bracketed
-from baton_router.upstream import Upstream, UpstreamError, UpstreamRefused
+from baton_core.routing.breaker import Breaker, BreakerLimits, BreakerState
+from baton_core.routing.pair import ByRank, Fleet
+from baton_core.routing.workers import Load, Role, Target, Worker, WorkerState
+from baton_router.probe import Missed, Prober, RankLoad
 
 MISSED_PROBES_MAX = 3
 EAGER_INTERVAL_MS: Millis = 100
 EAGER_PROBES = 600
 """Probes at the eager interval before a worker's first readiness: a minute, then it is probed like any other."""
-WILDCARD_HOSTS = ("", "0.0.0.0", "::", "[::]")
+NOBODY: frozenset[str] = frozenset()
 
 log = structlog.get_logger()
 
 
-class ServerInfo(msgspec.Struct, frozen=True):
-    """What `GET /server_info` says about a worker; absent keys are a worker that is not ours."""
+@dataclass(slots=True, kw_only=True)
+class _Entry:
+    """What the directory keeps of one worker."""
 
-    role: str | None = None
-    incarnation: str = ""
-    instance: str = ""
-    state: str | None = None  # "draining" where the worker finishes what it has
-    fingerprint: str | None = None
-    bootstrap_host: str | None = None
-    bootstrap_port: int | None = None
-    disaggregation_bootstrap_port: int | None = None  # SGLang's name
-    dp_size: int | None = None
-    context_tokens: int | None = None
-    model: str | None = None
+    view: Worker
+    breaker: Breaker
+    sources: set[str] = field(default_factory=set)  # of discovery, that name it
+    is_held: bool = False  # an operator drains it
+    legs: int = 0
+    has_failed: bool = False  # since it last did well
+    poke: asyncio.Event = field(default_factory=asyncio.Event)
+    watcher: "asyncio.Task[None] | None" = None
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether nobody names it any more."""
+        return not self.sources
 
-class Readiness(msgspec.Struct, frozen=True):
-    """What the body of `GET /ready` says."""
-
-    reasons: list[str] = []
-    draining: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probing:
-    """How workers are probed."""
-
-    interval_ms: Millis
-    timeout_ms: Millis
-    registry_known: bool  # both legs meet at a registry: a prefill worker's own bootstrap port is not needed
+    @property
+    def shown(self) -> Worker:
+        """The view that choices are made from."""
+        if self.is_leaving:
+            return replace(self.view, state=WorkerState.DRAINING, reason="discovery no longer names it")
+        if self.is_held and self.view.usable:
+            return replace(self.view, state=WorkerState.DRAINING, reason="drained by an operator")
+        return self.view
 
 
 class Directory:
-    """The workers this router knows, as frozen views, and the count of its own legs on each."""
+    """The workers this router knows, as frozen views, and the count of its own legs on each target."""
 
     def __init__(
         self,
         *,
-        prefill: tuple[str, ...],
-        decode: tuple[str, ...],
-        upstream: Upstream,
-        probing: Probing,
+        prober: Prober,
+        interval_ms: Millis,
+        breaker_limits: BreakerLimits,
+        by_rank: ByRank,
         on_change: Callable[[tuple[Worker, ...]], None],
     ) -> None:
-        self._upstream = upstream
-        self._probing = probing
+        self._prober = prober
+        self._interval_ms = interval_ms
+        self._breaker_limits = breaker_limits
+        self._by_rank = by_rank
         self._on_change = on_change
-        self._workers: dict[Role, dict[str, Worker]] = {
-            Role.PREFILL: {url: Worker(url=url, role=Role.PREFILL) for url in map(_tidy, prefill)},
-            Role.DECODE: {url: Worker(url=url, role=Role.DECODE) for url in map(_tidy, decode)},
-        }
-        self._in_flight = {url: 0 for known in self._workers.values() for url in known}
-        self._pokes = {(role, url): asyncio.Event() for role, known in self._workers.items() for url in known}
-        on_change(self.all())
+        self._entries: dict[tuple[Role, str], _Entry] = {}
+        self._group: asyncio.TaskGroup | None = None
+        self._suspects: dict[str, Breaker] = {}  # url → a breaker that may be open
+        self.loads: dict[str, Load] = {}
+        self.fleet = Fleet((), ())
+        self._changed()
+
+    # -- what a choice needs
 
     def workers(self, role: Role) -> tuple[Worker, ...]:
         """Every known worker of that role, usable or not, in the order given."""
-        known = self._workers[role]
-        for url, view in known.items():
-            # Counts change four times a request, views are looked at once: they are brought up to date here.
-            if view.in_flight != self._in_flight[url]:
-                known[url] = replace(view, in_flight=self._in_flight[url])
-        return tuple(known.values())
+        return self.fleet.prefills if role is Role.PREFILL else self.fleet.decodes
 
     def all(self) -> tuple[Worker, ...]:
         """Every known worker, prefill first."""
-        return self.workers(Role.PREFILL) + self.workers(Role.DECODE)
+        return self.fleet.prefills + self.fleet.decodes
 
-    def began(self, worker: Worker) -> None:
+    def blocked(self) -> frozenset[str]:
+        """The urls whose breaker lets nothing through now."""
+        if not self._suspects:
+            return NOBODY
+        now = _now_ms()
+        return frozenset(url for url, breaker in self._suspects.items() if not breaker.admits(now))
+
+    def breaker_state(self, worker: Worker) -> BreakerState:
+        """For operators."""
+        return self._entries[worker.role, worker.url].breaker.state(_now_ms())
+
+    def in_flight(self, worker: Worker) -> int:
+        """Legs of this router there."""
+        entry = self._entries.get((worker.role, worker.url))
+        return 0 if entry is None else entry.legs
+
+    # -- what legs report
+
+    def began(self, target: Target) -> None:
         """One more leg of ours runs there; each call is matched by one `ended`."""
-        self._in_flight[worker.url] += 1
+        load = self.loads.get(target.key)
+        if load is None:
+            load = self.loads[target.key] = Load()
+        load.in_flight += 1
+        entry = self._entries.get((target.worker.role, target.worker.url))
+        if entry is not None:
+            entry.legs += 1
+            if target.worker.url in self._suspects:
+                entry.breaker.sent(_now_ms())
 
-    def ended(self, worker: Worker) -> None:
+    def ended(self, target: Target) -> None:
         """A leg of ours ended there, however it ended."""
-        self._in_flight[worker.url] -= 1
+        load = self.loads[target.key]
+        load.in_flight -= 1
+        entry = self._entries.get((target.worker.role, target.worker.url))
+        if entry is not None:
+            entry.legs -= 1
+            if entry.is_leaving and not entry.legs:
+                self._drop(target.worker.role, target.worker.url)
+        if entry is None and not load.in_flight:
+            del self.loads[target.key]
+
+    def served(self, worker: Worker) -> None:
+        """A leg did well there."""
+        entry = self._entries.get((worker.role, worker.url))
+        if entry is not None and entry.has_failed:
+            self._clear(entry)
+
+    def failed(self, worker: Worker) -> None:
+        """A leg failed there by the worker's own fault."""
+        entry = self._entries.get((worker.role, worker.url))
+        if entry is None:
+            return
+        now = _now_ms()
+        before = entry.breaker.state(now)
+        entry.breaker.failed(now)
+        entry.has_failed = True
+        if entry.breaker.state(now) is BreakerState.OPEN:
+            self._suspects[worker.url] = entry.breaker
+        if entry.breaker.state(now) is not before:
+            log.warning("router.breaker_opened", worker=worker.url, worker_role=worker.role.value)
 
     def refused(self, worker: Worker, text: str) -> None:
         """A request found nobody at the address of this life of the worker: it is unready until probed."""
-        view = self._workers[worker.role][worker.url]
+        entry = self._entries.get((worker.role, worker.url))
         # A late report about a former life says nothing about the one that answers probes now.
-        if view.incarnation == worker.incarnation and view.usable:
-            self._change(view, replace(view, state=WorkerState.UNREADY, reason=text))
+        if entry is not None and entry.view.incarnation == worker.incarnation and entry.view.usable:
+            self._take(entry, replace(entry.view, state=WorkerState.UNREADY, reason=text))
         self.doubt(worker)
 
     def doubt(self, worker: Worker) -> None:
         """A request failed there in a way that may mean the worker is gone: probe it now."""
-        self._pokes[worker.role, worker.url].set()
+        entry = self._entries.get((worker.role, worker.url))
+        if entry is not None:
+            entry.poke.set()
+
+    # -- what discovery and operators say
+
+    def name(self, source: str, named: Iterable[tuple[Role, str]]) -> None:
+        """All that `source` knows now; what it named before and does not now leaves, unless another names it."""
+        wanted = dict.fromkeys((role, url.rstrip("/")) for role, url in named)
+        before = {key for key, entry in self._entries.items() if source in entry.sources}
+        if before == wanted.keys():
+            return
+        for (role, url), entry in tuple(self._entries.items()):
+            if (role, url) not in wanted and source in entry.sources:
+                entry.sources.discard(source)
+                log.info("router.worker_unnamed", worker=url, worker_role=role.value, source=source)
+                if entry.is_leaving and not entry.legs:
+                    self._drop(role, url)
+        for role, url in wanted:
+            self._add(source, role, url)
+        self._changed()
+
+    def add(self, source: str, role: Role, url: str) -> None:
+        """One more worker."""
+        self._add(source, role, url.rstrip("/"))
+        self._changed()
+
+    def remove(self, url: str) -> bool:
+        """Whoever named it: it leaves. False: nobody did."""
+        found = [key for key in self._entries if key[1] == url.rstrip("/")]
+        for role, known in found:
+            entry = self._entries[role, known]
+            entry.sources.clear()
+            if not entry.legs:
+                self._drop(role, known)
+        self._changed()
+        return bool(found)
+
+    def hold(self, url: str, *, is_held: bool) -> bool:
+        """Drain a worker, or take that back. False: nobody named it."""
+        found = [entry for (_, known), entry in self._entries.items() if known == url.rstrip("/")]
+        for entry in found:
+            entry.is_held = is_held
+        self._changed()
+        return bool(found)
+
+    def _add(self, source: str, role: Role, url: str) -> None:
+        entry = self._entries.get((role, url))
+        if entry is None:
+            entry = _Entry(view=Worker(url=url, role=role), breaker=Breaker(self._breaker_limits))
+            self._entries[role, url] = entry
+            self._start_watching(role, url, entry)
+        entry.sources.add(source)
+
+    def _drop(self, role: Role, url: str) -> None:
+        entry = self._entries.pop((role, url))
+        self._suspects.pop(url, None)
+        if entry.watcher is not None:
+            entry.watcher.cancel()
+        for key in [key for key, load in self.loads.items() if _url_of(key) == url and not load.in_flight]:
+            del self.loads[key]
+        self._changed()
+
+    # -- probes
 
     async def watch(self) -> None:
         """Probe every worker, until cancelled."""
         async with asyncio.TaskGroup() as group:
-            for worker in self.all():
-                group.create_task(self._watch_one(worker.role, worker.url))
+            self._group = group
+            for (role, url), entry in self._entries.items():
+                self._start_watching(role, url, entry)
+            await asyncio.Event().wait()  # workers that come later are watched too
 
-    async def _watch_one(self, role: Role, url: str) -> None:
-        poke = self._pokes[role, url]
+    def _start_watching(self, role: Role, url: str, entry: _Entry) -> None:
+        if self._group is not None and entry.watcher is None:
+            entry.watcher = self._group.create_task(self._watch_one(entry))
+
+    async def _watch_one(self, entry: _Entry) -> None:
         probes = misses = 0
         was_ready = False
         while True:
             # Cleared first: a doubt that comes up while the probe is out deserves another one.
-            poke.clear()
-            seen = await self._probe(role, url)
-            probes, misses = probes + 1, misses + 1 if isinstance(seen, _Missed) else 0
-            # Read only now: a request may have found it gone while the probe was out.
-            view = self._workers[role][url]
-            if not isinstance(seen, _Missed):
-                self._change(view, seen)
-            elif seen.refused or misses >= MISSED_PROBES_MAX or not view.usable:
-                self._change(view, replace(view, state=WorkerState.UNREADY, reason=seen.text))
-            was_ready = was_ready or self._workers[role][url].usable
+            entry.poke.clear()
+            seen = await self._prober.look(entry.view)
+            probes, misses = probes + 1, misses + 1 if isinstance(seen, Missed) else 0
+            # The view is read only now: a request may have found the worker gone while the probe was out.
+            if not isinstance(seen, Missed):
+                self._take(entry, seen.worker)
+                self._note(seen.worker, seen.loads)
+            elif seen.refused or misses >= MISSED_PROBES_MAX or not entry.view.usable:
+                self._take(entry, replace(entry.view, state=WorkerState.UNREADY, reason=seen.text))
+            was_ready = was_ready or entry.view.usable
             # A worker in doubt is asked again soon: three silent probes take their own time, not three intervals more.
             eager = 0 < misses < MISSED_PROBES_MAX or (not was_ready and probes < EAGER_PROBES)
-            await _pause(poke, EAGER_INTERVAL_MS if eager else self._probing.interval_ms)
+            await _pause(entry.poke, EAGER_INTERVAL_MS if eager else self._interval_ms)
 
-    async def _probe(self, role: Role, url: str) -> "Worker | _Missed":
-        """The worker as it describes itself now."""
-        try:
-            (ready_status, ready_body), (info_status, info_body) = await asyncio.gather(
-                self._upstream.get(f"{url}/ready", self._probing.timeout_ms),
-                self._upstream.get(f"{url}/server_info", self._probing.timeout_ms),
-            )
-            info = msgspec.json.decode(info_body, type=ServerInfo) if info_status == 200 else None
-        except UpstreamError as error:
-            return _Missed(text=error.text, refused=isinstance(error, UpstreamRefused))
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            return _Missed(text=f"/server_info makes no sense ({error})", refused=True)
-        said = _readiness(ready_body)
-        if ready_status != 200:
-            draining = said.draining or (info is not None and info.state == WorkerState.DRAINING.value)
-            state = WorkerState.DRAINING if draining else WorkerState.UNREADY
-            reason = "; ".join(said.reasons) or f"/ready answers {ready_status}"
-            described = self._workers[role][url] if info is None else _described(role, url, info)
-            return replace(described, state=state, reason=reason)
-        if info is None:
-            return _Missed(text=f"/server_info answers {info_status}", refused=False)
-        worker = _described(role, url, info)
-        obstacle = self._obstacle(worker, info)
-        state = WorkerState.READY if obstacle is None else WorkerState.UNREADY
-        return replace(worker, state=state, reason=obstacle or "")
+    def _note(self, worker: Worker, ranks: list[RankLoad]) -> None:
+        """Take what the worker says about its load, for itself and for each of its ranks."""
+        if not ranks:
+            return
+        free = [rank.kv_tokens_free for rank in ranks]
+        known = [tokens for tokens in free if tokens is not None]
+        whole = self.loads.setdefault(worker.url, Load())
+        whole.report(requests=sum(rank.requests for rank in ranks), kv_tokens_free=max(known) if known else None)
+        if worker.dp_size > 1:
+            for rank, tokens in zip(ranks, free, strict=True):
+                load = self.loads.setdefault(f"{worker.url}@{rank.dp_rank}", Load())
+                load.report(requests=rank.requests, kv_tokens_free=tokens)
 
-    def _obstacle(self, worker: Worker, info: ServerInfo) -> str | None:
-        """Why a worker that calls itself ready is of no use here: its address may have changed hands."""
-        if info.role is not None and info.role != worker.role.value:
-            return f"it is a {info.role} worker, listed as {worker.role.value}"
-        if worker.role is Role.PREFILL and not worker.bootstrap_port and not self._probing.registry_known:
-            return "it publishes no bootstrap_port, and no registry is configured"
-        return None
-
-    def _change(self, before: Worker, after: Worker) -> None:
-        self._workers[after.role][after.url] = after
+    def _take(self, entry: _Entry, after: Worker) -> None:
+        before, entry.view = entry.view, after
+        if before == after:
+            return
+        if before.incarnation != after.incarnation:
+            self._clear(entry)  # a new life starts without the old one's record
+        self._changed()
         if (before.state, before.reason, before.incarnation) == (after.state, after.reason, after.incarnation):
             return
-        self._on_change(self.all())
         log.info(
             "router.worker_changed",
             worker=after.url,
@@ -189,37 +289,26 @@ class Directory:
             incarnation=after.incarnation,
         )
 
+    def _clear(self, entry: _Entry) -> None:
+        entry.breaker.succeeded()
+        entry.has_failed = False
+        self._suspects.pop(entry.view.url, None)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Missed:
-    """A probe without an answer that could be used. `refused`: no doubt is possible, it counts at once."""
-
-    text: str
-    refused: bool
-
-
-def _described(role: Role, url: str, info: ServerInfo) -> Worker:
-    host = info.bootstrap_host or ""
-    return Worker(
-        url=url,
-        role=role,
-        instance=info.instance,
-        incarnation=info.incarnation,
-        fingerprint=info.fingerprint,
-        # A worker that listens everywhere is found where the router finds it.
-        bootstrap_host=bracketed(urlsplit(url).hostname or "") if host in WILDCARD_HOSTS else host,
-        bootstrap_port=info.bootstrap_port or info.disaggregation_bootstrap_port or 0,
-        dp_size=max(1, info.dp_size or 1),
-        context_tokens=info.context_tokens or 0,
-        model=info.model or "",
-    )
+    def _changed(self) -> None:
+        shown: dict[Role, list[Worker]] = {Role.PREFILL: [], Role.DECODE: []}
+        for (role, _), entry in self._entries.items():
+            shown[role].append(entry.shown)
+        self.fleet = Fleet(shown[Role.PREFILL], shown[Role.DECODE], self._by_rank)
+        self._on_change(self.all())
 
 
-def _readiness(body: bytes) -> Readiness:
-    try:
-        return msgspec.json.decode(body, type=Readiness)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return Readiness()  # SGLang's body is empty: the status says it all
+def _url_of(key: str) -> str:
+    url, mark, rank = key.rpartition("@")
+    return url if mark and rank.isdigit() else key
+
+
+def _now_ms() -> Millis:
+    return int(asyncio.get_running_loop().time() * 1000)
 
 
 async def _pause(poke: asyncio.Event, interval_ms: Millis) -> None:
@@ -230,7 +319,3 @@ async def _pause(poke: asyncio.Event, interval_ms: Millis) -> None:
             await asyncio.sleep(EAGER_INTERVAL_MS / 1000)
     except TimeoutError:
         return
-
-
-def _tidy(url: str) -> str:
-    return url.rstrip("/")

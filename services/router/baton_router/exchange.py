@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 from uuid import uuid4
@@ -41,11 +42,11 @@ _FIELDS = msgspec.json.Decoder(Fields)
 
 
 class Refused(Exception):
-    """The request is wrong in itself; carries what the client is told."""
+    """The request is wrong in itself, or may not come in now; carries what the client is told."""
 
-    def __init__(self, rejection: Rejection, text: str) -> None:
+    def __init__(self, rejection: Rejection, text: str, failure: Failure | None = None) -> None:
         super().__init__(text)
-        self.failure = refusal(rejection, text)
+        self.failure = failure or refusal(rejection, text)
 
 
 class ClientGone(Exception):
@@ -84,15 +85,29 @@ def parse_fields(body: bytes) -> Fields:
         raise Refused(Rejection.INVALID_REQUEST, f"the request body must be a JSON object: {error}") from error
 
 
-def body_for_workers(fields: Fields, bootstrap: Bootstrap | None) -> bytes:
-    """The body that both legs get: the client's fields, the router's own in place of any a client may have sent."""
-    sent: dict[str, object] = {name: value for name, value in fields.items() if name not in ROUTER_FIELDS}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """What a leg is told about data-parallel ranks: its own, and for decode that of prefill."""
+
+    routed: int | None = None
+    prefill: int | None = None
+
+
+def body_for_workers(fields: Fields, bootstrap: Bootstrap | None, ranks: Ranks | None = None) -> bytes:
+    """The body that a leg gets: the client's fields, the router's own in place of any a client may have sent."""
+    sent: dict[str, object] = dict(fields)
+    for name in ROUTER_FIELDS:
+        sent.pop(name, None)
     if bootstrap is not None:
         sent["bootstrap_host"] = bootstrap.host
         sent["bootstrap_port"] = bootstrap.port
         sent["bootstrap_room"] = bootstrap.room
         if bootstrap.instance is not None:
             sent["bootstrap_instance"] = bootstrap.instance
+    if ranks is not None and ranks.routed is not None:
+        sent["routed_dp_rank"] = ranks.routed
+    if ranks is not None and ranks.prefill is not None:
+        sent["disagg_prefill_dp_rank"] = ranks.prefill
     return msgspec.json.encode(sent)
 
 
@@ -172,9 +187,9 @@ class Exchange:
         if chunk:
             await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
-    async def end(self) -> None:
-        """The worker's body ended well."""
-        await self._send({"type": "http.response.body", "body": self._tail.rest()})
+    async def end(self, last: bytes = b"") -> None:
+        """The worker's body ended well, with these last bytes."""
+        await self._send({"type": "http.response.body", "body": self._tail.rest() + last})
 
     async def fail(self, failure: Failure) -> None:
         """End with a failure: as an answer of its own, or as one event of a stream that had begun.

@@ -4,6 +4,7 @@ A failure that a worker put into words reaches the client unchanged. One that th
 envelope as the workers': `{"error": {"message", "type", "code", "reason"}}`.
 """
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -34,8 +35,12 @@ class Rejection(Enum):
     INVALID_REQUEST = "invalid_request"
     BODY_TOO_LARGE = "body_too_large"
     NO_USABLE_PAIR = "no_usable_pair"
+    UNAUTHORIZED = "unauthorized"
+    QUOTA = "quota"
+    QUEUE_FULL = "queue_full"
 
 
+DOOR_STATUS = {Rejection.UNAUTHORIZED: 401, Rejection.QUOTA: 429, Rejection.QUEUE_FULL: 503}
 RETRYABLE = frozenset({FailureKind.REFUSED, FailureKind.LOST, FailureKind.BUSY})
 
 
@@ -78,6 +83,14 @@ def refusal(rejection: Rejection, text: str) -> Failure:
     """A request that is wrong in itself, refused before any worker saw it."""
     status = TOO_LARGE_STATUS if rejection is Rejection.BODY_TOO_LARGE else 400
     return _failure(FailureKind.OWN, Verdict(reason=Reason.INVALID_REQUEST, text=text), status, rejection=rejection)
+
+
+def turned_away(rejection: Rejection, text: str, *, retry_after_s: float = 0.0) -> Failure:
+    """A request that may not come in now: a wrong key (401), a quota (429), a full queue (503)."""
+    reason = Reason.WAITING_FULL if rejection is Rejection.QUEUE_FULL else Reason.INVALID_REQUEST
+    retry_after = b"%d" % max(1, math.ceil(retry_after_s)) if retry_after_s > 0 else None
+    verdict = Verdict(reason=reason, text=text)
+    return _failure(FailureKind.OWN, verdict, DOOR_STATUS[rejection], retry_after=retry_after, rejection=rejection)
 
 
 def leg_failure(kind: FailureKind, text: str, url: str) -> Failure:

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 from baton_core.errors import Reason, Verdict
 from baton_core.limits import Millis
 from baton_core.routing.pair import Pair
-from baton_core.routing.workers import Worker
+from baton_core.routing.workers import Target, Worker
 from baton_router.directory import Directory
 from baton_router.exchange import EVENT_STREAM
 from baton_router.failures import (
@@ -39,10 +39,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What both legs send. With `wants_scores` prefill's answer is kept: it holds the prompt's logprobs."""
+    """What the legs send. With `wants_scores` prefill's answer is kept: it holds the prompt's logprobs."""
 
     path: str
-    body: bytes
+    prefill_body: bytes
+    decode_body: bytes
     headers: Mapping[str, str]
     wants_scores: bool = False
 
@@ -60,25 +61,27 @@ class Leg(Generic[T]):
 
     def __init__(
         self,
-        worker: Worker,
+        target: Target,
         call: Call,
+        body: bytes,
         consume: Callable[[Answer], Awaitable[T]],
         *,
         upstream: Upstream,
         directory: Directory,
     ) -> None:
-        self.worker = worker
+        self.target = target
+        self.worker = target.worker
         self._upstream = upstream
         self._directory = directory
         self._answer: Answer | None = None
         self._ended = False
-        directory.began(worker)
-        self.task = asyncio.create_task(self._run(call, consume))
+        directory.began(target)
+        self.task = asyncio.create_task(self._run(call, body, consume))
 
-    async def _run(self, call: Call, consume: Callable[[Answer], Awaitable[T]]) -> T | Failure:
+    async def _run(self, call: Call, body: bytes, consume: Callable[[Answer], Awaitable[T]]) -> T | Failure:
         worker = self.worker
         try:
-            self._answer = await self._upstream.post(worker.url + call.path, call.body, call.headers)
+            self._answer = await self._upstream.post(worker.url + call.path, body, call.headers)
             if 200 <= self._answer.status < 300:
                 return await consume(self._answer)
             return await _told(worker, self._answer)
@@ -95,7 +98,7 @@ class Leg(Generic[T]):
         self.task.cancel()
         if self._answer is not None:
             self._answer.cancel()
-        self._directory.ended(self.worker)
+        self._directory.ended(self.target)
 
     def end_when_done(self) -> None:
         """End by itself as soon as there is nothing more to read."""
@@ -116,9 +119,9 @@ class Attempt:
         self._prefill: Leg[Scores | None] | None = None
         if pair.prefill is not None:
             consume = _read_scores if call.wants_scores else _drop
-            self._prefill = Leg(pair.prefill, call, consume, upstream=upstream, directory=directory)
+            self._prefill = Leg(pair.prefill, call, call.prefill_body, consume, upstream=upstream, directory=directory)
             self._prefill.end_when_done()
-        self._decode = Leg(pair.decode, call, _first_bytes, upstream=upstream, directory=directory)
+        self._decode = Leg(pair.decode, call, call.decode_body, _first_bytes, upstream=upstream, directory=directory)
 
     async def outcome(self) -> FirstBytes | Failure:
         """Decode's first bytes, or the failure that the client should see."""

@@ -23,6 +23,8 @@ async def merged(first: FirstBytes, scores: Scores) -> FirstBytes:
 class _MergedWhole:
     """A body that was read and merged as a whole: nothing comes after its first bytes."""
 
+    is_over = True
+
     def __init__(self, answer: Answer, length: int) -> None:
         self._answer = answer
         self.status = answer.status
@@ -45,16 +47,16 @@ class _MergedStream:
         self._scores = scores
         self._tail = EventTail()
         self._next = first.chunk
-        self._is_over = False
+        self.is_over = False
         self.status = first.answer.status
         self.headers: Mapping[str, str] = _headers(first.answer)
 
     async def read(self) -> bytes:
         """See Answer."""
-        while not self._is_over:
+        while not self.is_over:
             chunk = self._next or await self._answer.read()
             self._next = b""
-            self._is_over = not chunk
+            self.is_over = not chunk
             whole = self._tail.complete(chunk) if chunk else self._tail.rest()
             if whole:
                 return merge_events(whole, self._scores)

@@ -1,5 +1,7 @@
 """The router's metrics. Every label is a bounded set; every closed set is present from the first scrape, at zero."""
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from baton_core.routing.workers import Role, Worker, WorkerState
@@ -27,6 +29,13 @@ class RouterMetrics:
         self._rejections = Counter(
             "baton_router_admission_rejections", "Requests refused by the router itself", ("reason",), registry=registry
         )
+        self._degraded = Counter(
+            "baton_router_degraded", "Choices of a decode worker alone for want of a prefill worker", registry=registry
+        )
+        self._open_breakers = Gauge(
+            "baton_router_open_breakers", "Workers whose breaker lets nothing through now", registry=registry
+        )
+        self.queued = Gauge("baton_router_queue_requests", "Requests waiting to be let in", registry=registry)
         self._broken_streams = Counter(
             "baton_router_broken_streams", "Answers that had begun and ended with an error", registry=registry
         )
@@ -71,6 +80,14 @@ class RouterMetrics:
     def broke(self) -> None:
         """An answer that had begun ended with an error."""
         self._broken_streams.inc()
+
+    def open_breakers_from(self, count: Callable[[], float]) -> None:
+        """Where a scrape learns how many breakers are open."""
+        self._open_breakers.set_function(count)
+
+    def degraded(self) -> None:
+        """A decode worker serves alone, since no prefill worker can."""
+        self._degraded.inc()
 
     def retried(self, kind: FailureKind) -> None:
         """Another pair is tried."""

@@ -1,10 +1,14 @@
-"""The joint choice of the two workers of a request: the second is chosen among those that fit the first."""
+"""The joint choice of the two workers of a request: the second is chosen among those that fit the first.
 
-from collections.abc import Sequence
+usable, not failed, KV fingerprints that match  ->  decode has room for the prompt, where that is known
+prefill by its policy among those with a partner  ->  decode by its policy among the partners
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from baton_core.routing.policies import Policy
-from baton_core.routing.workers import Role, Worker, compatible
+from baton_core.routing.policies import Ask, Policy
+from baton_core.routing.workers import Loads, Role, Target, Worker, compatible, has_room, targets_of
 
 NAMED_MAX = 4
 """Workers named in a refusal; the rest is counted."""
@@ -14,8 +18,8 @@ NAMED_MAX = 4
 class Pair:
     """Who serves a request. `prefill` None: decode serves it alone (colocated)."""
 
-    prefill: Worker | None
-    decode: Worker
+    prefill: Target | None
+    decode: Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +27,7 @@ class NoPair:
     """Nobody can serve a request now; `reason` says which role is missing and why."""
 
     reason: str
+    missing: Role | None = None  # the role without a usable worker; None: there are, but no two fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,49 +46,107 @@ class Policies:
     decode: Policy
 
 
-def choose_pair(
-    prefills: Sequence[Worker],
-    decodes: Sequence[Worker],
-    policies: Policies,
-    draws: Draws,
-    *,
-    avoid: tuple[str, ...] = (),
-) -> Pair | NoPair:
-    """Choose among usable workers whose urls are not in `avoid`; only pairs with compatible fingerprints.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByRank:
+    """Of which role the data-parallel ranks are targets of their own."""
 
-    Mutates the policies' memory only when there is a pair. No prefill worker known at all means colocated mode: a
-    decode worker alone.
-    """
-    able_decodes = [worker for worker in decodes if worker.usable and worker.url not in avoid]
-    if not able_decodes:
-        return NoPair(reason=_missing(Role.DECODE, decodes, avoid))
-    if not prefills:
-        return Pair(prefill=None, decode=policies.decode.choose(able_decodes, draws.decode))
-    able_prefills = [worker for worker in prefills if worker.usable and worker.url not in avoid]
-    if not able_prefills:
-        return NoPair(reason=_missing(Role.PREFILL, prefills, avoid))
-    matched = [one for one in able_prefills if any(compatible(one, other) for other in able_decodes)]
-    if not matched:
-        return NoPair(reason=_mismatch(able_prefills[0], able_decodes[0]))
-    prefill = policies.prefill.choose(matched, draws.prefill)
-    fitting = [other for other in able_decodes if compatible(prefill, other)]
-    return Pair(prefill=prefill, decode=policies.decode.choose(fitting, draws.decode))
+    prefill: bool = False
+    decode: bool = False
 
 
-def missing_pair(prefills: Sequence[Worker], decodes: Sequence[Worker]) -> str | None:
-    """Why no pair is usable now, or None when one is. Chooses nothing."""
-    able_decodes = [worker for worker in decodes if worker.usable]
-    able_prefills = [worker for worker in prefills if worker.usable]
-    if not able_decodes:
-        return _missing(Role.DECODE, decodes, ())
-    if prefills and not able_prefills:
-        return _missing(Role.PREFILL, prefills, ())
-    if prefills and not any(compatible(one, other) for one in able_prefills for other in able_decodes):
-        return _mismatch(able_prefills[0], able_decodes[0])
-    return None
+class Fleet:
+    """Every known worker at one moment, and what follows from that alone: built once per change, asked per request."""
+
+    def __init__(self, prefills: Sequence[Worker], decodes: Sequence[Worker], by_rank: ByRank | None = None) -> None:
+        by_rank = by_rank or ByRank()
+        self.prefills = tuple(prefills)
+        self.decodes = tuple(decodes)
+        able = tuple(worker for worker in decodes if worker.usable)
+        self._decode_targets = _targets(able, by_rank.decode)
+        self._prefill_targets = _targets([worker for worker in prefills if worker.usable], by_rank.prefill)
+        self._matched = tuple(_partnered(self._prefill_targets, self._decode_targets))
+        self._fitting: dict[str | None, tuple[Target, ...]] = {}
+
+    def choose(
+        self,
+        policies: Policies,
+        ask: Ask,
+        loads: Loads,
+        draws: Draws,
+        *,
+        avoid: Callable[[str], bool] | None = None,
+        alone: bool = False,
+    ) -> Pair | NoPair:
+        """Choose among usable workers whose urls are not to be avoided; only pairs with compatible fingerprints.
+
+        Mutates the policies' memory only when there is a pair. No prefill worker known at all, or `alone`, means a
+        decode worker alone.
+        """
+        decodes = _kept(self._decode_targets, avoid)
+        if not decodes:
+            return NoPair(reason=_missing(Role.DECODE, self.decodes, avoid), missing=Role.DECODE)
+        if alone or not self.prefills:
+            roomy = _roomy(decodes, ask, loads)
+            return Pair(prefill=None, decode=policies.decode.choose(roomy, ask, loads, draws.decode))
+        prefills = _kept(self._prefill_targets, avoid)
+        if not prefills:
+            return NoPair(reason=_missing(Role.PREFILL, self.prefills, avoid), missing=Role.PREFILL)
+        matched = self._matched if avoid is None else _partnered(prefills, decodes)
+        if not matched:
+            return NoPair(reason=_mismatch(prefills[0].worker, decodes[0].worker))
+        roomy = _roomy(decodes, ask, loads)
+        if len(roomy) < len(decodes):
+            # A prefill worker all of whose partners are full would only queue for them.
+            matched = _partnered(matched, roomy) or matched
+        prefill = policies.prefill.choose(matched, ask, loads, draws.prefill)
+        fitting = self._partners(prefill.worker, decodes)
+        decode = policies.decode.choose(_roomy(fitting, ask, loads), ask, loads, draws.decode)
+        return Pair(prefill=prefill, decode=decode)
+
+    def missing_pair(self) -> str | None:
+        """Why no pair is usable now, or None when one is. Chooses nothing."""
+        if not self._decode_targets:
+            return _missing(Role.DECODE, self.decodes, None)
+        if self.prefills and not self._prefill_targets:
+            return _missing(Role.PREFILL, self.prefills, None)
+        if self.prefills and not self._matched:
+            return _mismatch(self._prefill_targets[0].worker, self._decode_targets[0].worker)
+        return None
+
+    def _partners(self, prefill: Worker, decodes: Sequence[Target]) -> Sequence[Target]:
+        if decodes is not self._decode_targets:
+            return [other for other in decodes if compatible(prefill, other.worker)]
+        partners = self._fitting.get(prefill.fingerprint)
+        if partners is None:
+            partners = tuple(other for other in decodes if compatible(prefill, other.worker))
+            self._fitting[prefill.fingerprint] = partners
+        return partners
 
 
-def _missing(role: Role, workers: Sequence[Worker], avoid: tuple[str, ...]) -> str:
+def _targets(workers: Sequence[Worker], by_rank: bool) -> tuple[Target, ...]:
+    return tuple(target for worker in workers for target in targets_of(worker, by_rank=by_rank))
+
+
+def _kept(targets: tuple[Target, ...], avoid: Callable[[str], bool] | None) -> Sequence[Target]:
+    return targets if avoid is None else [target for target in targets if not avoid(target.worker.url)]
+
+
+def _partnered(prefills: Sequence[Target], decodes: Sequence[Target]) -> Sequence[Target]:
+    """Those that some decode worker fits; one look at each worker, since this may run for every request."""
+    prints = frozenset(other.worker.fingerprint for other in decodes)
+    if None in prints or "" in prints:
+        return prefills
+    return [one for one in prefills if not one.worker.fingerprint or one.worker.fingerprint in prints]
+
+
+def _roomy(decodes: Sequence[Target], ask: Ask, loads: Loads) -> Sequence[Target]:
+    """Those with room for the prompt; all where none is known to have it: it then waits, as it must."""
+    if not ask.prompt_tokens or len(decodes) == 1:
+        return decodes
+    return [target for target in decodes if has_room(target, loads, ask.prompt_tokens)] or decodes
+
+
+def _missing(role: Role, workers: Sequence[Worker], avoid: Callable[[str], bool] | None) -> str:
     if not workers:
         return f"no {role.value} worker is known"
     told = [f"{worker.url}: {_obstacle(worker, avoid)}" for worker in workers[:NAMED_MAX]]
@@ -92,9 +155,9 @@ def _missing(role: Role, workers: Sequence[Worker], avoid: tuple[str, ...]) -> s
     return f"no {role.value} worker is usable ({'; '.join(told)})"
 
 
-def _obstacle(worker: Worker, avoid: tuple[str, ...]) -> str:
-    if worker.usable and worker.url in avoid:
-        return "it just failed this request"
+def _obstacle(worker: Worker, avoid: Callable[[str], bool] | None) -> str:
+    if worker.usable and avoid is not None and avoid(worker.url):
+        return "it just failed"
     return f"{worker.state.value}, {worker.reason}" if worker.reason else worker.state.value
 
 

@@ -1,0 +1,132 @@
+"""The operators' routes, on a port of their own: what the router knows of its workers, drain, undrain, add, remove.
+
+    GET    /workers                              every worker, its state, its breaker, its load
+    POST   /workers          {"url", "role"}     one more worker
+    POST   /workers/{url}/drain | /undrain       new requests avoid it; what runs there goes on
+    DELETE /workers/{url}                        it is drained and forgotten, whoever named it
+
+A url in a path is percent-encoded (http%3A%2F%2F10.0.0.1%3A8100) or stands as it is.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any, Literal
+
+import uvicorn
+from fastapi import FastAPI, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+
+from baton_core.errors import Reason, Verdict
+from baton_core.routing.workers import Role, Worker
+from baton_router.config import check_url
+from baton_router.directory import Directory
+from baton_router.failures import envelope
+
+SOURCE = "operators"
+
+
+class NewWorker(BaseModel):
+    """Body of `POST /workers`."""
+
+    url: str
+    role: Literal["prefill", "decode"]
+
+
+def shown(directory: Directory, worker: Worker) -> dict[str, Any]:
+    """One worker, for people."""
+    return {
+        "url": worker.url,
+        "role": worker.role.value,
+        "state": worker.state.value,
+        "reason": worker.reason,
+        "breaker": directory.breaker_state(worker).value,
+        "instance": worker.instance,
+        "incarnation": worker.incarnation,
+        "model": worker.model,
+        "dp_size": worker.dp_size,
+        "in_flight": directory.in_flight(worker),
+    }
+
+
+class Admin:
+    """The handlers."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+
+    async def workers(self) -> JSONResponse:
+        """GET /workers."""
+        directory = self._directory
+        return JSONResponse({"workers": [shown(directory, worker) for worker in directory.all()]})
+
+    async def add(self, new: NewWorker) -> Response:
+        """POST /workers."""
+        try:
+            check_url("url", new.url)
+        except ValueError as error:
+            return _error(400, str(error))
+        self._directory.add(SOURCE, Role(new.role), new.url)
+        return JSONResponse({"url": new.url, "role": new.role}, 201)
+
+    async def remove(self, url: str) -> Response:
+        """DELETE /workers/{url}."""
+        return _done(url, self._directory.remove(url), "removed")
+
+    async def drain(self, url: str) -> Response:
+        """POST /workers/{url}/drain."""
+        return _done(url, self._directory.hold(url, is_held=True), "draining")
+
+    async def undrain(self, url: str) -> Response:
+        """POST /workers/{url}/undrain."""
+        return _done(url, self._directory.hold(url, is_held=False), "undrained")
+
+
+def admin_app(directory: Directory) -> FastAPI:
+    """The application of the admin port."""
+    admin = Admin(directory)
+    app = FastAPI(title="Baton router, admin", docs_url=None, redoc_url=None)
+    app.add_api_route("/workers", admin.workers, methods=["GET"])
+    app.add_api_route("/workers", admin.add, methods=["POST"])
+    app.add_api_route("/workers/{url:path}/drain", admin.drain, methods=["POST"])
+    app.add_api_route("/workers/{url:path}/undrain", admin.undrain, methods=["POST"])
+    app.add_api_route("/workers/{url:path}", admin.remove, methods=["DELETE"])
+    return app
+
+
+class _Guest(uvicorn.Server):
+    """A second server in a process whose signals belong to the first."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """None are captured."""
+        yield
+
+
+@asynccontextmanager
+async def serving_admin(directory: Directory, host: str, port: int | None) -> AsyncIterator[None]:
+    """Serve the admin routes while the block runs; without a port, nothing."""
+    if port is None:
+        yield
+        return
+    config = uvicorn.Config(
+        admin_app(directory), host=host, port=port, access_log=False, log_config=None, timeout_graceful_shutdown=1
+    )
+    server = _Guest(config)
+    task = asyncio.create_task(server.serve())
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+def _done(url: str, is_known: bool, word: str) -> Response:
+    return JSONResponse({"url": url, "state": word}) if is_known else _error(404, f"no worker {url} is known")
+
+
+def _error(status: int, text: str) -> Response:
+    verdict = Verdict(reason=Reason.INVALID_REQUEST, text=text)
+    return Response(envelope(verdict, status), status, media_type="application/json")

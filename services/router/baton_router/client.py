@@ -1,0 +1,140 @@
+"""`Upstream` of our own: a pool of keep-alive connections for each worker.
+
+There is no total timeout: a long prompt is not an error, and the request's own deadline ends the call by cancelling it.
+"""
+
+import asyncio
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from urllib.parse import urlsplit
+
+from baton_core.limits import Millis
+from baton_router.connection import Connection, Reply, request_head
+from baton_router.upstream import UpstreamError, UpstreamLost, UpstreamRefused, read_all
+
+IDLE_CONNECTION_S = 4.0
+"""Below the 5 s after which uvicorn closes an idle connection: a request is rarely sent into a closing one."""
+PROBE_BODY_BYTES_MAX = 1 << 20
+ORIGINS_MAX = 8_192
+"""Workers whose connections are kept; the one known for longest loses its idle ones, no more than that."""
+NO_HEADERS: Mapping[str, str] = {}
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Origin:
+    """Where one worker listens, and the connections to it that no call uses, the latest used last."""
+
+    host: str
+    port: int
+    authority: str
+    is_secure: bool
+    idle: dict[Connection, None] = field(default_factory=dict)
+
+    def release(self, connection: Connection) -> None:
+        """Its call is over."""
+        connection.idle_since_s = asyncio.get_running_loop().time()
+        self.idle[connection] = None
+
+    def forget(self, connection: Connection) -> None:
+        """It is closed."""
+        self.idle.pop(connection, None)
+
+    def take(self, now_s: float) -> Connection | None:
+        """An idle connection that the worker is not about to close."""
+        while self.idle:
+            connection, _ = self.idle.popitem()
+            if connection.is_open and now_s - connection.idle_since_s < IDLE_CONNECTION_S:
+                return connection
+            connection.close()
+        return None
+
+    def close(self) -> None:
+        """Close what is idle."""
+        for connection in tuple(self.idle):
+            connection.close()
+        self.idle.clear()
+
+
+class HttpUpstream:
+    """`Upstream` over connections that are kept; leave it inside the event loop that used it."""
+
+    def __init__(self, *, connect_timeout_ms: Millis) -> None:
+        self._connect_timeout_s = connect_timeout_ms / 1000
+        self._origins: dict[str, _Origin] = {}
+        self._tls: ssl.SSLContext | None = None
+
+    async def __aenter__(self) -> "HttpUpstream":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for origin in self._origins.values():
+            origin.close()
+
+    async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
+        """See Upstream."""
+        return await self._call("POST", url, body, headers)
+
+    async def get(self, url: str, timeout_ms: Millis) -> tuple[int, bytes]:
+        """See Upstream."""
+        reply: Reply | None = None
+        try:
+            async with asyncio.timeout(timeout_ms / 1000):
+                reply = await self._call("GET", url, b"", NO_HEADERS)
+                return reply.status, await read_all(reply, PROBE_BODY_BYTES_MAX)
+        except TimeoutError as error:
+            raise UpstreamLost(f"no answer within {timeout_ms} ms") from error
+        finally:
+            if reply is not None:
+                reply.cancel()
+
+    async def _call(self, method: str, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
+        cut = url.find("/", url.index("://") + 3)
+        base, target = (url, "/") if cut < 0 else (url[:cut], url[cut:])
+        origin = self._origins.get(base) or self._origin(base)
+        connection = origin.take(asyncio.get_running_loop().time()) or await self._connect(origin)
+        reply = connection.send(request_head(method, target, origin.authority, len(body), headers), body)
+        await reply.begin()
+        return reply
+
+    async def _connect(self, origin: _Origin) -> Connection:
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, connection = await asyncio.get_running_loop().create_connection(
+                    lambda: Connection(origin.release, origin.forget),
+                    origin.host,
+                    origin.port,
+                    ssl=self._context() if origin.is_secure else None,
+                )
+        except TimeoutError as error:
+            raise UpstreamRefused(f"no connection within {round(self._connect_timeout_s * 1000)} ms") from error
+        except OSError as error:
+            raise UpstreamRefused(f"no connection ({error.strerror or error})") from error
+        if not connection.is_open:
+            raise UpstreamLost("the connection ended before an answer (it was closed)")
+        return connection
+
+    def _origin(self, base: str) -> _Origin:
+        try:
+            parts = urlsplit(base)
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError as error:
+            raise UpstreamError(f"not an address: {base!r} ({error})") from error
+        if len(self._origins) >= ORIGINS_MAX:
+            self._origins.pop(next(iter(self._origins))).close()
+        origin = _Origin(
+            host=parts.hostname or "",
+            port=port,
+            authority=parts.netloc.rpartition("@")[2],
+            is_secure=parts.scheme == "https",
+        )
+        self._origins[base] = origin
+        return origin
+
+    def _context(self) -> ssl.SSLContext:
+        if self._tls is None:
+            self._tls = ssl.create_default_context()
+        return self._tls

@@ -1,0 +1,260 @@
+"""One connection to a worker: HTTP/1.1 on httptools, one call at a time, the answer's body as it comes.
+
+    idle -- send --> head awaited -- head --> body -- its end --> idle again, or closed where the worker says so
+                          |                    |
+                          +----- closed -------+-----> the reply fails, once
+
+A reply that is cancelled before its end closes the connection: that is how a worker learns that nobody waits.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import httptools
+
+from baton_router.upstream import UpstreamLost
+
+BUFFERED_BYTES_MAX = 1 << 20
+"""A reply that its reader has left unread so far; above it the worker is made to wait."""
+HEAD_BYTES_MAX = 64 * 1024
+JOINED_BYTES_MAX = 64 * 1024
+"""Bodies up to this are copied behind their head, so that both leave in one packet."""
+
+Release = Callable[["Connection"], None]
+
+
+class Connection(asyncio.Protocol):
+    """One connection. Asyncio sets TCP_NODELAY on it, so that small writes leave at once."""
+
+    def __init__(self, release: Release, forget: Release) -> None:
+        self._release = release  # it may serve the next call
+        self._forget = forget  # it is closed
+        self._parser: Any = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._reply: Reply | None = None
+        self._head_bytes = 0
+        self._fault = ""
+        self.idle_since_s = 0.0
+
+    # -- asyncio's calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio.Protocol."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one without saying so
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        if self._reply is None:
+            return self.close()  # nobody asked
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._fault = self._fault or f"the answer is not HTTP ({error})"
+        if self._fault:
+            self._lose(self._fault)
+        return None
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        self._transport = None
+        self._forget(self)
+        reply = self._reply
+        if reply is not None and reply.ends_with_connection and error is None:
+            self._reply = None
+            reply.finished()
+        else:
+            self._lose(str(error) if error is not None else "it was closed")
+
+    # -- httptools' calls
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header of the answer."""
+        assert self._reply is not None
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > HEAD_BYTES_MAX:
+            self._fault = f"the answer's head is longer than {HEAD_BYTES_MAX} bytes"
+        else:
+            self._reply.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        """The head is complete; one of a 1xx status announces another."""
+        reply, status = self._reply, self._parser.get_status_code()
+        assert reply is not None
+        if status < 200:
+            reply.headers.clear()
+        elif not self._fault:
+            reply.begun(status)
+
+    def on_body(self, data: bytes) -> None:
+        """Some of the body."""
+        if self._reply is not None and self._reply.extended(data) and self._transport is not None:
+            self._transport.pause_reading()
+
+    def on_message_complete(self) -> None:
+        """The body is complete: the connection is free, whether or not its reader has taken everything."""
+        reply = self._reply
+        if reply is None or not reply.has_begun:
+            return
+        self._reply = None
+        reply.finished()
+        transport = self._transport
+        if transport is None:
+            return
+        transport.resume_reading()
+        if self._parser.should_keep_alive() and transport.get_write_buffer_size() == 0:
+            self._release(self)
+        else:
+            self.close()  # also where the worker answered before it took the whole request
+
+    # -- the pool's and the reply's calls
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a call may be sent."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    def send(self, head: bytes, body: bytes) -> "Reply":
+        """Send a request; only on an open connection that has no call."""
+        assert self._transport is not None and self._reply is None
+        self._reply = reply = Reply(self)
+        self._head_bytes = 0
+        if len(body) <= JOINED_BYTES_MAX:
+            self._transport.write(head + body)
+        else:
+            self._transport.write(head)
+            self._transport.write(body)
+        return reply
+
+    def resume(self) -> None:
+        """The reply was read: let the worker go on."""
+        if self._transport is not None:
+            self._transport.resume_reading()
+
+    def drop(self, reply: "Reply") -> None:
+        """Close, if that reply is still the one under way."""
+        if self._reply is reply:
+            self._reply = None
+            self.close()
+
+    def close(self) -> None:
+        """Close at once; harmless when repeated."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _lose(self, text: str) -> None:
+        reply, self._reply = self._reply, None
+        if reply is not None:
+            reply.lost(text)
+        self.close()
+
+
+class Reply:
+    """`Answer` of one call, filled by its connection."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self._connection = connection
+        self._chunks: list[bytes] = []
+        self._held_bytes = 0
+        self._is_held_back = False
+        self._is_complete = False
+        self._error: UpstreamLost | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the head is here."""
+        return self.status != 0
+
+    @property
+    def ends_with_connection(self) -> bool:
+        """Whether only the end of the connection tells where the body ends."""
+        return self.has_begun and "content-length" not in self.headers and "transfer-encoding" not in self.headers
+
+    @property
+    def is_over(self) -> bool:
+        """See Answer."""
+        return self._is_complete and not self._chunks
+
+    async def begin(self) -> None:
+        """Wait for the head. Raises UpstreamLost; closes the connection when cancelled."""
+        try:
+            while not self.has_begun:
+                if self._error is not None:
+                    raise self._error
+                await self._wait()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+
+    async def read(self) -> bytes:
+        """See Answer."""
+        while not self._chunks:
+            if self._error is not None:
+                raise self._error
+            if self._is_complete:
+                return b""
+            await self._wait()
+        data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
+        self._chunks.clear()
+        self._held_bytes = 0
+        if self._is_held_back:
+            self._is_held_back = False
+            self._connection.resume()
+        return data
+
+    def cancel(self) -> None:
+        """See Answer."""
+        if not self._is_complete and self._error is None:
+            self._error, self._is_held_back = UpstreamLost("the call was cancelled"), False
+            self._connection.drop(self)
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    # -- the connection's calls
+
+    def begun(self, status: int) -> None:
+        """The head is complete."""
+        self.status = status
+        self._wake()
+
+    def extended(self, data: bytes) -> bool:
+        """More of the body; whether the worker should wait until it was read."""
+        self._chunks.append(data)
+        self._held_bytes += len(data)
+        self._wake()
+        self._is_held_back = self._held_bytes > BUFFERED_BYTES_MAX
+        return self._is_held_back
+
+    def finished(self) -> None:
+        """The body is complete."""
+        self._is_complete, self._is_held_back = True, False
+        self._wake()
+
+    def lost(self, text: str) -> None:
+        """Nothing more will come."""
+        where = "broke within the answer" if self.has_begun else "ended before an answer"
+        self._error, self._is_held_back = UpstreamLost(f"the connection {where} ({text})"), False
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def request_head(method: str, target: str, host: str, body_bytes: int, headers: Mapping[str, str]) -> bytes:
+    """The head of a request. Nothing on this path wants another encoding: bytes are passed on as they come."""
+    lines = [
+        f"{method} {target} HTTP/1.1\r\nhost: {host}\r\naccept-encoding: identity\r\nuser-agent: baton-router\r\n"
+        f"content-length: {body_bytes}\r\n"
+    ]
+    lines += [f"{name}: {value}\r\n" for name, value in headers.items()]
+    lines.append("\r\n")
+    return "".join(lines).encode("utf-8")

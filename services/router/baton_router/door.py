@@ -1,0 +1,161 @@
+"""The router's door: who may come in (keys), how much (quotas), when (a bounded, fair queue with priorities).
+
+Without a file of keys everyone is one guest without a quota. `x-baton-priority` asks for a place in the queue, at most
+the key's own; 0 is normal.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from baton_core.limits import Millis
+from baton_core.routing.fairness import PRIORITIES, Entry, FairQueue, Meter, Quota, Ticket
+from baton_router.exchange import Refused
+from baton_router.failures import Rejection, turned_away
+from baton_router.keys import Holder, KeysError, find, parse_keys
+from baton_router.watched_file import contents
+
+KEYS_INTERVAL_MS: Millis = 1_000
+PRIORITY_CHARS_MAX = 4
+EVERYONE = Holder(name="", digest="", quota=Quota(), priority_max=PRIORITIES.stop - 1)
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Admitted:
+    """A request that was let in; it must `leave`."""
+
+    holder: Holder
+    priority: int
+    meter: Meter | None
+    is_running: bool = False
+
+
+class Door:
+    """One router's door. `keys` None: open to everyone."""
+
+    def __init__(
+        self,
+        *,
+        queue: FairQueue,
+        keys: Path | None,
+        queue_ms: Millis,
+        retry_after_ms: Millis,
+        on_queue: Callable[[int], None],
+    ) -> None:
+        self._queue = queue
+        self._path = keys
+        self._queue_ms = queue_ms
+        self._retry_after_s = retry_after_ms / 1000
+        self._on_queue = on_queue
+        self._holders: Mapping[str, Holder] = {}
+        self._meters: dict[str, Meter] = {}
+        self._waiting: dict[int, tuple[Ticket, asyncio.Future[None]]] = {}  # by the identity of arrival
+
+    async def watch(self) -> None:
+        """Read the file of keys now and after every change, until cancelled. A wrong file changes nothing."""
+        if self._path is None:
+            return
+        async for content in contents(self._path, KEYS_INTERVAL_MS):
+            try:
+                self.take_keys(parse_keys(content))
+            except KeysError as error:
+                log.error("router.keys_refused", path=str(self._path), error=str(error))
+
+    def take_keys(self, holders: Mapping[str, Holder]) -> None:
+        """From now on these keys are good; what a holder uses goes on counting unless its quota changed."""
+        now_s = time.monotonic()
+        before = {holder.name: holder.quota for holder in self._holders.values()}
+        self._meters = {
+            holder.name: self._meters[holder.name]
+            if holder.name in self._meters and before.get(holder.name) == holder.quota
+            else Meter(holder.quota, now_s)
+            for holder in holders.values()
+        }
+        self._holders = holders
+        log.info("router.keys_read", keys=len(holders))
+
+    def knock(self, headers: Mapping[bytes, bytes]) -> Admitted:
+        """Let in by key and quota. Raises Refused: 401, 429, 400."""
+        holder: Holder | None = EVERYONE
+        meter: Meter | None = None
+        if self._path is not None:
+            holder = find(self._holders, headers)
+            if holder is None:
+                raise _refused(Rejection.UNAUTHORIZED, "a valid API key is needed (authorization: Bearer …)")
+            meter = self._meters[holder.name]
+        assert holder is not None
+        priority = _priority(headers, holder)
+        if meter is not None:
+            wait_s = meter.enter(time.monotonic())
+            if wait_s:
+                text = f"the quota of key {holder.name!r} is used up"
+                raise _refused(Rejection.QUOTA, text, wait_s)
+        return Admitted(holder=holder, priority=priority, meter=meter)
+
+    async def enter(self, guest: Admitted) -> None:
+        """Wait for a turn. Raises Refused when the queue is full, or gives the place to another, or takes too long."""
+        entered = self._queue.enter(guest.holder.name, guest.priority)
+        if entered.entry is Entry.RUNS:
+            guest.is_running = True
+            return
+        if entered.entry is Entry.REFUSED or entered.ticket is None:
+            raise self._full("the router's queue is full")
+        if entered.displaced is not None:
+            _, place = self._waiting.pop(id(entered.displaced))
+            if not place.done():
+                place.set_exception(
+                    self._full("a request of higher priority took the last place in the router's queue")
+                )
+        await self._wait(guest, entered.ticket)
+
+    async def _wait(self, guest: Admitted, ticket: Ticket) -> None:
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[id(ticket)] = ticket, place
+        self._on_queue(self._queue.waiting)
+        try:
+            async with asyncio.timeout(self._queue_ms / 1000):
+                await place
+            guest.is_running = True
+        except TimeoutError as error:
+            raise self._full(f"no turn came within {self._queue_ms} ms in the router's queue") from error
+        finally:
+            if self._waiting.pop(id(ticket), None) is not None:
+                self._queue.withdraw(ticket)
+            elif place.done() and not place.cancelled() and place.exception() is None:
+                guest.is_running = True  # the turn came while its client left: it is given on by `leave`
+            self._on_queue(self._queue.waiting)
+
+    def leave(self, guest: Admitted) -> None:
+        """The request ended; the next one goes."""
+        if guest.meter is not None:
+            guest.meter.leave()
+        if not guest.is_running:
+            return
+        while (following := self._queue.leave()) is not None:
+            _, place = self._waiting.pop(id(following))
+            if not place.done():  # else its client left this very moment: the one after it goes
+                place.set_result(None)
+                return
+
+    def _full(self, text: str) -> Refused:
+        return _refused(Rejection.QUEUE_FULL, text, self._retry_after_s)
+
+
+def _refused(rejection: Rejection, text: str, retry_after_s: float = 0.0) -> Refused:
+    return Refused(rejection, text, turned_away(rejection, text, retry_after_s=retry_after_s))
+
+
+def _priority(headers: Mapping[bytes, bytes], holder: Holder) -> int:
+    given = headers.get(b"x-baton-priority")
+    if given is None:
+        return 0
+    if len(given) > PRIORITY_CHARS_MAX or not given.removeprefix(b"-").isdigit() or int(given) not in PRIORITIES:
+        text = f"x-baton-priority must be a whole number from {PRIORITIES.start} to {PRIORITIES.stop - 1}"
+        raise Refused(Rejection.INVALID_REQUEST, text)
+    return min(int(given), holder.priority_max)

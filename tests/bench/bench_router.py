@@ -1,0 +1,268 @@
+"""Baton's router beside sglang-router, in front of the same trivial workers: `python tests/bench/bench_router.py`.
+
+Core 0 runs the workers and the client, core 1 the router under test (where there are two cores). Both routers are
+measured in turns, and only ratios within one run count. sglang-router comes from a virtual environment of its own
+(`--peer`); without it only ours is measured.
+
+    worker  asyncio protocol on httptools: answers every path at once with 505 bytes of JSON, or with 32 events
+    client  asyncio protocols: each connection sends its next request when its answer is complete
+    CPU     user and system time of the router's process over the requests it served
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httptools
+import uvloop
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PEER = ROOT / ".baton/peers/sglang-router/bin/python"
+CONNECTIONS = (1, 16, 64)
+REQUEST = json.dumps({"model": "m", "prompt": "x" * 110, "max_tokens": 16}).encode()
+CHUNKS = 32
+STREAM_REQUEST = json.dumps({"model": "m", "prompt": "x" * 110, "max_tokens": CHUNKS, "stream": True}).encode()
+EVENT = b'data: {"id": "c", "choices": [{"index": 0, "text": " token"}]}\n\n'
+ANSWER = json.dumps({"id": "c", "object": "text_completion", "choices": [{"index": 0, "text": "y" * 420}]}).encode()
+INFO = {
+    "role": None,
+    "model": "m",
+    "model_path": "m",
+    "served_model_name": "m",
+    "bootstrap_port": 8998,
+    "dp_size": 1,
+    "ready": True,
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One router at one number of connections."""
+
+    rate: float
+    p50_us: float
+    p99_us: float
+    cpu_us: float
+
+
+class Worker(asyncio.Protocol):
+    """Answers at once."""
+
+    def __init__(self) -> None:
+        self.parser: Any = httptools.HttpRequestParser(self)
+        self.body = b""
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        with contextlib.suppress(httptools.HttpParserError):
+            self.parser.feed_data(data)
+
+    def on_body(self, data: bytes) -> None:
+        self.body += data
+
+    def on_message_complete(self) -> None:
+        asked, self.body = self.body, b""
+        if b'"stream":true' in asked.replace(b" ", b""):
+            self.transport.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n")
+            self.transport.write(b"transfer-encoding: chunked\r\n\r\n")
+            for one in (*[EVENT] * CHUNKS, b"data: [DONE]\n\n"):
+                self.transport.write(b"%x\r\n%b\r\n" % (len(one), one))
+            self.transport.write(b"0\r\n\r\n")
+            return
+        body = ANSWER if self.parser.get_method() == b"POST" else json.dumps(INFO).encode()
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+        self.transport.write(head + body)
+
+
+class Caller(asyncio.Protocol):
+    """One connection of the client."""
+
+    def __init__(self, call: bytes, until_s: float, took_s: list[float]) -> None:
+        self.call, self.until_s, self.took_s = call, until_s, took_s
+        self.parser: Any = httptools.HttpResponseParser(self)
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+        self.next()
+
+    def next(self) -> None:
+        self.began_s = time.perf_counter()
+        if self.began_s > self.until_s:
+            self.transport.close()
+            return
+        self.transport.write(self.call)
+
+    def data_received(self, data: bytes) -> None:
+        self.parser.feed_data(data)
+
+    def on_message_complete(self) -> None:
+        assert self.parser.get_status_code() == 200, self.parser.get_status_code()
+        self.took_s.append(time.perf_counter() - self.began_s)
+        self.next()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.done.done():
+            self.done.set_result(None)
+
+
+async def load(port: int, connections: int, seconds: float, body: bytes = REQUEST) -> list[float]:
+    """Latencies of every request answered in that time."""
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: r\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    call = head.encode() + b"\r\n\r\n" + body
+    took_s: list[float] = []
+    until_s, loop = time.perf_counter() + seconds, asyncio.get_running_loop()
+    made = [
+        await loop.create_connection(lambda: Caller(call, until_s, took_s), "127.0.0.1", port)
+        for _ in range(connections)
+    ]
+    await asyncio.gather(*(caller.done for _, caller in made))
+    return took_s
+
+
+def cpu_s(pid: int) -> float:
+    """User and system time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def measure(port: int, pid: int, connections: int, seconds: float) -> Figure:
+    """One run, after a short warm-up."""
+    await load(port, connections, 0.3)
+    before_s, began_s = cpu_s(pid), time.perf_counter()
+    took_s = sorted(await load(port, connections, seconds))
+    spent_s, wall_s = cpu_s(pid) - before_s, time.perf_counter() - began_s
+    p99 = took_s[int(len(took_s) * 0.99)]
+    return Figure(len(took_s) / wall_s, statistics.median(took_s) * 1e6, p99 * 1e6, spent_s / len(took_s) * 1e6)
+
+
+async def measure_streams(port: int, connections: int, seconds: float) -> float:
+    """Events passed on in a second."""
+    began_s = time.perf_counter()
+    took_s = await load(port, connections, seconds, STREAM_REQUEST)
+    return len(took_s) * CHUNKS / (time.perf_counter() - began_s)
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start(command: list[str], core: int) -> "subprocess.Popen[bytes]":
+    """A router on one core, quiet."""
+    pinned = ["taskset", "-c", str(core), *command] if os.cpu_count() != 1 else command
+    return subprocess.Popen(pinned, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+async def up(port: int, process: "subprocess.Popen[bytes]", path: str) -> None:
+    """Wait until the router says that it can serve."""
+
+    def asks() -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=1) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    async with asyncio.timeout(30):
+        while not await asyncio.to_thread(asks):
+            assert process.poll() is None, "the router ended"
+            await asyncio.sleep(0.1)
+
+
+def commands(prefill: int, decode: int, port: int, peer_port: int, peer: Path) -> dict[str, tuple[list[str], int, str]]:
+    """What to run, where it listens, and where it says that it is ready."""
+    workers = [f"http://127.0.0.1:{prefill}", f"http://127.0.0.1:{decode}"]
+    ours = [sys.executable, "-m", "baton_router", "--port", str(port), "--log-level", "warning"]
+    found = {"baton": ([*ours, "--prefill", workers[0], "--decode", workers[1]], port, "/ready")}
+    if peer.exists():
+        theirs = [str(peer), "-m", "sglang_router.launch_router", "--pd-disaggregation", "--policy", "random"]
+        theirs += ["--prefill", workers[0], "8998", "--decode", workers[1], "--port", str(peer_port)]
+        theirs += ["--prometheus-port", str(free_port()), "--log-level", "error"]
+        found["sglang-router"] = (theirs, peer_port, "/readiness")
+    return found
+
+
+Figures = dict[tuple[str, int], list[Figure]]
+
+
+async def compare(peer: Path, seconds: float, rounds: int) -> tuple[Figures, dict[tuple[str, int], list[float]]]:
+    """Figures and events a second, by router and connections; the routers take turns."""
+    loop, figures, chunks = asyncio.get_running_loop(), Figures(), dict[tuple[str, int], list[float]]()
+    workers = [await loop.create_server(Worker, "127.0.0.1", 0) for _ in range(2)]
+    prefill, decode = (worker.sockets[0].getsockname()[1] for worker in workers)
+    for connections in CONNECTIONS:
+        took_s = sorted(await load(decode, connections, seconds))
+        direct = Figure(
+            len(took_s) / seconds, statistics.median(took_s) * 1e6, took_s[-1 - len(took_s) // 100] * 1e6, 0
+        )
+        figures["direct", connections] = [direct]
+    routers = commands(prefill, decode, free_port(), free_port(), peer)
+    running = {name: start(command, (os.cpu_count() or 1) - 1) for name, (command, _, _) in routers.items()}
+    try:
+        for name, (_, port, path) in routers.items():
+            await up(port, running[name], path)
+        for _ in range(rounds):
+            for connections in CONNECTIONS:
+                for name, (_, port, _) in routers.items():
+                    figure = await measure(port, running[name].pid, connections, seconds)
+                    figures.setdefault((name, connections), []).append(figure)
+                    passed = await measure_streams(port, connections, seconds)
+                    chunks.setdefault((name, connections), []).append(passed)
+    finally:
+        for process in running.values():
+            process.terminate()
+            process.wait(10)
+    return figures, chunks
+
+
+def show(figures: Figures, chunks: dict[tuple[str, int], list[float]]) -> None:
+    """The table: medians over the rounds, and ratios."""
+    print(f"{'router':14}{'c':>4}{'req/s':>9}{'p50 µs':>9}{'p99 µs':>9}{'CPU µs':>8}{'added p50 µs':>14}")
+    rates: dict[tuple[str, int], float] = {}
+    for (name, connections), several in figures.items():
+        rate, p50, p99, cpu = (
+            statistics.median(getattr(figure, field) for figure in several)
+            for field in ("rate", "p50_us", "p99_us", "cpu_us")
+        )
+        rates[name, connections] = rate
+        added = p50 - figures["direct", connections][0].p50_us
+        print(f"{name:14}{connections:4}{rate:9.0f}{p50:9.0f}{p99:9.0f}{cpu:8.0f}{added:14.0f}")
+    for connections in CONNECTIONS:
+        if ("sglang-router", connections) in rates:
+            ratio = rates["baton", connections] / rates["sglang-router", connections]
+            print(f"rate of sglang-router's at {connections} connections: {ratio:.2f}")
+    for (name, connections), several in chunks.items():
+        print(f"{name:14}{connections:4} {statistics.median(several):9.0f} events/s in streams of {CHUNKS}")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--peer", type=Path, default=PEER, help="python of an environment with sglang-router")
+    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    if hasattr(os, "sched_setaffinity") and (os.cpu_count() or 1) > 1:
+        os.sched_setaffinity(0, {0})
+    show(*uvloop.run(compare(options.peer, options.seconds, options.rounds)))
+
+
+if __name__ == "__main__":
+    main()
