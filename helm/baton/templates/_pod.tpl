@@ -1,0 +1,224 @@
+{{/*
+The one pod of all four roles. Called with (dict "root" $ "role" ROLE "values" MERGED), and "rank" "follower" for the
+pods of a multi-node worker that are not its leader.
+*/}}
+{{- define "baton.pod" -}}
+{{- $root := .root -}}
+{{- $role := .role -}}
+{{- $values := .values -}}
+{{- $worker := has $role (list "prefill" "decode") -}}
+{{- $follower := eq (default "leader" .rank) "follower" -}}
+{{- $port := include "baton.port" $role -}}
+metadata:
+  labels:
+    {{- include "baton.labels" . | nindent 4 }}
+    {{- if $follower }}
+    baton.dev/rank: follower
+    {{- end }}
+    {{- with $values.podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  annotations:
+    kubectl.kubernetes.io/default-container: {{ $role }}
+    {{- with $values.podAnnotations }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+spec:
+  serviceAccountName: {{ include "baton.serviceAccountName" $root }}
+  automountServiceAccountToken: false
+  # A Service named …-router would put BATON_ROUTER_PORT=tcp://… into every pod, and Baton reads variables of that name.
+  enableServiceLinks: false
+  {{- with $root.Values.image.pullSecrets }}
+  imagePullSecrets:
+    {{- range . }}
+    - name: {{ . }}
+    {{- end }}
+  {{- end }}
+  securityContext:
+    {{- include "baton.podSecurityContext" $root | nindent 4 }}
+  terminationGracePeriodSeconds: {{ add (int $values.preStopSeconds) (int $values.drainSeconds) 15 }}
+  {{- with $values.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
+  {{- if and $worker $values.runtimeClassName }}
+  runtimeClassName: {{ $values.runtimeClassName }}
+  {{- end }}
+  {{- with $values.nodeSelector }}
+  nodeSelector:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $values.tolerations }}
+  tolerations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $values.affinity }}
+  affinity:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- if $values.topologySpread.enabled }}
+  topologySpreadConstraints:
+    - maxSkew: {{ $values.topologySpread.maxSkew }}
+      topologyKey: {{ $values.topologySpread.topologyKey }}
+      whenUnsatisfiable: {{ $values.topologySpread.whenUnsatisfiable }}
+      labelSelector:
+        matchLabels:
+          {{- include "baton.selector" . | nindent 10 }}
+  {{- end }}
+  {{- if and $worker $root.Values.model.prepare.enabled }}
+  initContainers:
+    - name: prepare-model
+      image: {{ required "model.prepare.image is needed when model.prepare.enabled" $root.Values.model.prepare.image }}
+      imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+      command:
+        {{- toYaml $root.Values.model.prepare.command | nindent 8 }}
+      {{- with $root.Values.model.prepare.envFromSecret }}
+      envFrom:
+        - secretRef: {name: {{ . }}}
+      {{- end }}
+      securityContext:
+        {{- include "baton.containerSecurityContext" $root | nindent 8 }}
+      volumeMounts:
+        - {name: tmp, mountPath: /tmp}
+        - {name: models, mountPath: {{ $root.Values.model.mountPath }}}
+  {{- end }}
+  containers:
+    - name: {{ $role }}
+      image: {{ include "baton.image" (dict "root" $root "which" (ternary "engine" "frontend" $worker)) }}
+      imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+      {{- if $follower }}
+      {{- if not $values.multinode.workerCommand }}
+      {{- fail (printf "%s.multinode.workerCommand is needed: what the ranks beside the leader run" $role) }}
+      {{- end }}
+      command:
+        {{- toYaml $values.multinode.workerCommand | nindent 8 }}
+      {{- else }}
+      args: [{{ printf "baton_%s" $role }}]
+      {{- end }}
+      env:
+        {{- include "baton.env" . | nindent 8 }}
+      ports:
+        - {name: http, containerPort: {{ $port }}}
+        {{- if eq $role "prefill" }}
+        - {name: bootstrap, containerPort: 8998}
+        {{- end }}
+      {{- if not $follower }}
+      startupProbe:
+        {{- include "baton.probe" (dict "path" "/health" "probe" $values.probes.startup) | nindent 8 }}
+      readinessProbe:
+        {{- include "baton.probe" (dict "path" "/ready" "probe" $values.probes.readiness) | nindent 8 }}
+      livenessProbe:
+        {{- include "baton.probe" (dict "path" "/health" "probe" $values.probes.liveness) | nindent 8 }}
+      lifecycle:
+        preStop:
+          exec:
+            {{- if $worker }}
+            # Refuse new work at once and stay until every router has seen it; SIGTERM then lets running requests finish.
+            command: [/opt/baton/bin/python, -m, baton_probe, "http://127.0.0.1:{{ $port }}/drain", POST, {{ $values.preStopSeconds | quote }}]
+            {{- else }}
+            # Serve on until the endpoints no longer name this pod; SIGTERM then lets running streams finish.
+            command: [/opt/baton/bin/python, -c, "import time; time.sleep({{ $values.preStopSeconds }})"]
+            {{- end }}
+      {{- end }}
+      resources:
+        {{- include "baton.resources" . | nindent 8 }}
+      securityContext:
+        {{- include "baton.containerSecurityContext" $root | nindent 8 }}
+      volumeMounts:
+        - {name: tmp, mountPath: /tmp}
+        {{- if and (eq $role "router") $values.apiKeys.existingSecret }}
+        - {name: api-keys, mountPath: /run/baton-keys, readOnly: true}
+        {{- end }}
+        {{- if $worker }}
+        - {name: shm, mountPath: /dev/shm}
+        {{- if include "baton.hasModelVolume" $root }}
+        - {name: models, mountPath: {{ $root.Values.model.mountPath }}, readOnly: true}
+        {{- end }}
+        {{- end }}
+  volumes:
+    - name: tmp
+      emptyDir: {sizeLimit: 1Gi}
+    {{- if and (eq $role "router") $values.apiKeys.existingSecret }}
+    - name: api-keys
+      secret: {secretName: {{ $values.apiKeys.existingSecret }}, defaultMode: 0440}
+    {{- end }}
+    {{- if $worker }}
+    - name: shm
+      emptyDir: {medium: Memory, sizeLimit: {{ $values.shmSize }}}
+    {{- include "baton.modelVolume" $root | nindent 4 }}
+    {{- end }}
+{{- end -}}
+
+{{/* What the chart itself decides, then `settings` under the role's own names, then extraEnv. */}}
+{{- define "baton.env" -}}
+{{- $root := .root -}}
+{{- $values := .values -}}
+{{- $worker := has .role (list "prefill" "decode") -}}
+{{- $registry := printf "http://%s-bootstrap:8990" (include "baton.fullname" $root) -}}
+- {name: BATON_LOG_FORMAT, value: {{ $root.Values.observability.logFormat }}}
+{{- if ne .role "bootstrap" }}
+- {name: BATON_REGISTRY, value: {{ $registry | quote }}}
+- {name: BATON_DRAIN_MS, value: {{ mul (int $values.drainSeconds) 1000 | quote }}}
+{{- end }}
+{{- if eq .role "router" }}
+- {name: BATON_ROUTER_PREFILL, value: {{ include "baton.urls" (dict "root" $root "role" "prefill") | quote }}}
+- {name: BATON_ROUTER_DECODE, value: {{ include "baton.urls" (dict "root" $root "role" "decode") | quote }}}
+{{- if $values.apiKeys.existingSecret }}
+# Read again when the secret changes.
+- {name: BATON_ROUTER_KEYS_FILE, value: {{ printf "/run/baton-keys/%s" $values.apiKeys.file | quote }}}
+{{- end }}
+{{- end }}
+{{- if $worker }}
+- name: BATON_ADVERTISE_HOST
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+- {name: BATON_MODEL, value: {{ $root.Values.model.name | quote }}}
+{{- with $root.Values.model.servedName }}
+- {name: BATON_SERVED_MODEL_NAME, value: {{ . | quote }}}
+{{- end }}
+- {name: BATON_DEVICE, value: {{ ternary "cuda" "cpu" (gt (int $values.gpus) 0) }}}
+- {name: BATON_DTYPE, value: {{ $values.dtype }}}
+- {name: BATON_KV_TOKENS, value: {{ int $values.kvTokens | quote }}}
+- {name: BATON_TRANSFER, value: {{ $values.transfer }}}
+# The worker gives up loading when the startup probe does, so that its own log has the last word.
+- {name: BATON_START_MS, value: {{ mul (int $values.probes.startup.periodSeconds) (int $values.probes.startup.failureThreshold) 1000 | quote }}}
+{{- end }}
+{{- $role := .role }}
+{{- range $key, $value := $values.settings }}
+- {name: {{ printf "BATON_%s_%s" (upper $role) (upper $key) }}, value: {{ include "baton.plain" $value | quote }}}
+{{- end }}
+{{- with $values.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "baton.resources" -}}
+{{- $resources := deepCopy .values.resources -}}
+{{- if and (has .role (list "prefill" "decode")) (gt (int .values.gpus) 0) -}}
+{{- $limits := default (dict) $resources.limits -}}
+{{- $_ := set $limits .values.gpuResource (int .values.gpus) -}}
+{{- $_ := set $resources "limits" $limits -}}
+{{- end -}}
+{{- toYaml $resources -}}
+{{- end -}}
+
+{{- define "baton.hasModelVolume" -}}
+{{- $model := .Values.model -}}
+{{- $chosen := compact (list $model.existingClaim (ternary "claim" "" $model.claim.enabled) (ternary "cache" "" $model.cache.enabled)) -}}
+{{- if gt (len $chosen) 1 -}}
+{{- fail "model: choose one of existingClaim, claim.enabled and cache.enabled" -}}
+{{- end -}}
+{{- if and $model.prepare.enabled (not $chosen) -}}
+{{- fail "model.prepare needs a place to put the model: model.existingClaim, model.claim or model.cache" -}}
+{{- end -}}
+{{- join "" $chosen -}}
+{{- end -}}
+
+{{- define "baton.modelVolume" -}}
+{{- if include "baton.hasModelVolume" . -}}
+- name: models
+  {{- if .Values.model.cache.enabled }}
+  emptyDir: {sizeLimit: {{ .Values.model.cache.sizeLimit }}}
+  {{- else }}
+  persistentVolumeClaim: {claimName: {{ default (printf "%s-models" (include "baton.fullname" .)) .Values.model.existingClaim }}}
+  {{- end }}
+{{- end -}}
+{{- end -}}
