@@ -116,7 +116,7 @@ WRONG = {
 
 @pytest.mark.parametrize("what", list(WRONG))
 async def test_what_can_be_refused_is_refused_at_once_at_every_door(stack: Stack, what: str) -> None:
-    """The requirements say p99 50 ms on an idle machine; a test machine is busy, so here the median of ten has twice that."""
+    """p99 50 ms on an idle machine, say the requirements; a test machine is busy, so the median of ten gets twice that."""
     doors = [stack.url, *stack.worker_urls()]
     async with httpx.AsyncClient(timeout=10) as client:
         for number, door in enumerate(doors):
