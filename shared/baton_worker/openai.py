@@ -28,7 +28,7 @@ FINISH_REASONS = {FinishType.STOP: "stop", FinishType.LENGTH: "length", FinishTy
 
 def ask_of_completion(body: CompletionBody, leg: Leg, _intake: Intake) -> Ask:
     """What a completion asks for. Raises ClientError."""
-    longest = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    longest = COMPLETION_MAX_TOKENS if body.max_tokens is None else _not_negative("max_tokens", body.max_tokens)
     wanted = _wanted(body, longest, _completion_top(body.logprobs))
     return Ask(leg=leg, prompt=_one_prompt(body.prompt), wanted=wanted, stream=body.stream is True)
 
@@ -38,10 +38,18 @@ def ask_of_chat(body: ChatBody, leg: Leg, intake: Intake) -> Ask:
     if not body.messages:
         raise ClientError("messages is empty")
     prompt = intake.tokenizer.render_chat([_message(message) for message in body.messages])
-    longest = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    limits = (("max_completion_tokens", body.max_completion_tokens), ("max_tokens", body.max_tokens))
+    longest = next((_not_negative(key, value) for key, value in limits if value is not None), None)
     wanted = _wanted(body, longest, _chat_top(body))
     # The template writes whatever special tokens the model wants.
     return Ask(leg=leg, prompt=prompt, wanted=wanted, stream=body.stream is True, add_special=False)
+
+
+def _not_negative(key: str, tokens: int) -> int:
+    # Checked under the client's own name for it: the scheduler knows it by another.
+    if tokens < 0:
+        raise ClientError(f"{key} must be at least 0, not {tokens}")
+    return tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
