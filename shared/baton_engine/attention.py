@@ -1,8 +1,8 @@
 """Attention over the paged pool, for one layer of one step.
 
 Keys and values are written first, then read back through page tables, so that a sequence's own new tokens and its old
-ones are found in the same way. Both paths fold the query heads that share a KV head together instead of repeating the
-KV head (grouped-query attention, 2305.13245).
+ones are found in the same way. No path repeats a KV head for the query heads that share it (grouped-query attention,
+2305.13245).
 """
 
 from dataclasses import dataclass
@@ -11,23 +11,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton_engine.kv_pool import KVPool
+from baton_engine.kv_pool import KVPool, PoolShape
 from baton_engine.model_config import ModelConfig
 from baton_engine.step_batch import DecodeGroup, PromptChunk, StepBatch
+
+_SPLIT_FROM_TOKENS = 256
+"""From this many tokens before a chunk on, attending to them apart and without a mask saves more than merging costs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerView:
     """One layer of the pool, seen as rows; the indices of `StepBatch` fit every layer's view."""
 
-    token_rows: Tensor  # [row, head_dim]: one token of one head
+    token_rows: Tensor  # [row, head_dim in units of `_copied_as`]: one token of one head
     page_rows: Tensor  # [row, page_tokens * head_dim]: one page of one head
 
 
 def layer_views(pool: KVPool) -> tuple[LayerView, ...]:
     """A view for each layer of `pool`, sharing its memory."""
     shape = pool.shape
-    tokens = pool.tensor.view(-1, shape.head_dim)
+    tokens = pool.tensor.view(-1, shape.head_dim).view(_copied_as(shape))
     pages = pool.tensor.view(-1, shape.page_tokens * shape.head_dim)
     heads = 2 * shape.kv_heads
     return tuple(
@@ -36,53 +39,89 @@ def layer_views(pool: KVPool) -> tuple[LayerView, ...]:
     )
 
 
+def _copied_as(shape: PoolShape) -> torch.dtype:
+    """The widest type that a head of a token is a whole number of: torch scatters one element at a time."""
+    size = shape.head_dim * shape.dtype.itemsize
+    return next(wide for wide in (torch.complex128, torch.int64, torch.int32) if size % wide.itemsize == 0)
+
+
 class PagedAttention:
-    """Scaled dot-product attention of a model's heads; holds sizes only."""
+    """Scaled dot-product attention for all layers of one step, and the memory its result is in."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        self._kv_heads = config.kv_heads
-        self._query_heads = config.query_heads
-        self._shared_by = config.queries_per_kv
-        self._head_dim = config.head_dim
+    def __init__(self, config: ModelConfig, batch: StepBatch, queries: Tensor) -> None:
+        """`queries` `[rows, query_heads, head_dim]`, contiguous: where a layer's rotated queries will be."""
+        self._batch = batch
+        self._heads_shape = (config.query_heads + 2 * config.kv_heads, config.head_dim)
+        self._query_heads, self._kv_heads = config.query_heads, config.kv_heads
         self._scale = config.head_dim**-0.5
+        self._attended = queries.new_empty(len(queries), config.query_heads * config.head_dim)
+        # The query heads of one KV head are the rows of one small matrix.
+        folded = (-1, config.kv_heads, config.queries_per_kv, config.head_dim)
+        self._decodes = [
+            (group, queries[rows].view(folded), self._attended[rows].view(folded))
+            for group in batch.decode_groups
+            for rows in [slice(group.first_row, group.first_row + group.rows)]
+        ]
+        by_heads = self._attended.view(queries.shape)
+        self._prompts = [
+            (chunk, queries[rows].transpose(0, 1)[None], by_heads[rows].transpose(0, 1)[None])
+            for chunk in batch.prompt_chunks
+            for rows in [slice(chunk.first_row, chunk.first_row + chunk.rows)]
+        ]
 
-    def attend(self, qkv: Tensor, batch: StepBatch, view: LayerView, *, windowed: bool) -> Tensor:
-        """Write the step's keys and values, attend, and return `[rows, query_heads * head_dim]`.
+    def attend(self, heads: Tensor, view: LayerView, *, windowed: bool) -> Tensor:
+        """Write a layer's keys and values, attend, and return `[rows, query_heads * head_dim]`, good until the next call.
 
-        `qkv` is `[rows, query_heads + 2 * kv_heads, head_dim]`, rotated; `windowed`: see no further back than the model's
-        sliding window. Mutates the pool under `view`.
+        `heads` is `[rows, query_heads + 2 * kv_heads, head_dim]` with the rotated keys and the values last. `windowed`:
+        see no further back than the model's sliding window. Mutates the pool under `view`.
         """
-        assert qkv.shape[1:] == (self._query_heads + 2 * self._kv_heads, self._head_dim)
-        view.token_rows[batch.write] = qkv[:, self._query_heads :]
-        parts = [self._decode(qkv, group, view, group.seen(windowed)) for group in batch.decode_groups]
-        parts += [self._prompt(qkv, chunk, view, chunk.seen(windowed)) for chunk in batch.prompt_chunks]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        assert heads.shape[1:] == self._heads_shape
+        written = heads.view(view.token_rows.dtype)[:, self._query_heads :]
+        view.token_rows.index_put_((self._batch.write,), written)
+        for group, query, attended in self._decodes:
+            attended.copy_(self._decode(query, group, view, group.seen(windowed)))
+        for chunk, query, attended in self._prompts:
+            result = self._prompt(query, heads, chunk, view, chunk.seen(windowed))
+            if chunk.rows == len(heads):
+                return result[0].transpose(0, 1).reshape(self._attended.shape)  # nearly always without a copy
+            attended.copy_(result)
+        return self._attended
 
-    def _decode(self, qkv: Tensor, group: DecodeGroup, view: LayerView, bias: Tensor) -> Tensor:
-        heads = group.rows * self._kv_heads
-        query = qkv[group.first_row : group.first_row + group.rows, : self._query_heads]
-        query = query.reshape(heads, self._shared_by, self._head_dim)
-        gathered = view.page_rows.index_select(0, group.gather)
-        keys, values = gathered.view(2, heads, group.context, self._head_dim)
-        scores = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=self._scale)
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(qkv.dtype)
-        return torch.bmm(weights, values).view(group.rows, self._query_heads * self._head_dim)
+    def _decode(self, query: Tensor, group: DecodeGroup, view: LayerView, bias: Tensor | None) -> Tensor:
+        """`query` and the result are `[rows, kv_heads, queries_per_kv, head_dim]`."""
+        torch.index_select(view.page_rows, 0, group.gather, out=group.gathered)
+        return functional.scaled_dot_product_attention(
+            query, group.keys, group.values, attn_mask=bias, scale=self._scale
+        )
 
-    def _prompt(self, qkv: Tensor, chunk: PromptChunk, view: LayerView, bias: Tensor | None) -> Tensor:
-        own = qkv[chunk.first_row : chunk.first_row + chunk.rows]
-        query = own[:, : self._query_heads].view(chunk.rows, self._kv_heads, self._shared_by, -1).permute(1, 2, 0, 3)
-        if chunk.gather is None:
-            keys, values = own[:, self._query_heads :].view(chunk.rows, 2, self._kv_heads, -1).permute(1, 2, 0, 3)
-        else:
-            gathered = view.page_rows.index_select(0, chunk.gather)
-            keys, values = gathered.view(2, self._kv_heads, -1, self._head_dim)[:, :, : chunk.context]
-        # query [kv_heads, shared_by, rows, head_dim]; a KV head is lent to its query heads by a stride of 0.
-        attended = functional.scaled_dot_product_attention(
+    def _prompt(self, query: Tensor, heads: Tensor, chunk: PromptChunk, view: LayerView, bias: Tensor | None) -> Tensor:
+        """`query` and the result are `[1, query_heads, rows, head_dim]`."""
+        own = heads[chunk.first_row : chunk.first_row + chunk.rows, self._query_heads :]
+        own = own.view(chunk.rows, 2, 1, self._kv_heads, -1).permute(1, 2, 3, 0, 4)
+        if chunk.gather is None or chunk.gathered is None or chunk.context is None:
+            return self._sdpa(query, own, bias)
+        torch.index_select(view.page_rows, 0, chunk.gather, out=chunk.gathered)
+        if bias is chunk.bias and query.device.type == "cpu" and chunk.start >= _SPLIT_FROM_TOKENS:
+            return self._split(query, own, chunk.context[:, :, :, : chunk.start])
+        return self._sdpa(query, chunk.context, bias)
+
+    def _sdpa(self, query: Tensor, context: Tensor, bias: Tensor | None) -> Tensor:
+        """`query` over `context` `[2, 1, kv_heads, tokens, head_dim]`; without a bias each row sees what precedes it."""
+        return functional.scaled_dot_product_attention(
             query,
-            keys[:, None].expand(-1, self._shared_by, -1, -1),
-            values[:, None].expand(-1, self._shared_by, -1, -1),
+            context[0],
+            context[1],
             attn_mask=bias,
             is_causal=bias is None,
             scale=self._scale,
+            enable_gqa=True,
         )
-        return attended.permute(2, 0, 1, 3).reshape(chunk.rows, self._query_heads * self._head_dim)
+
+    def _split(self, query: Tensor, own: Tensor, past: Tensor) -> Tensor:
+        """Attend to the chunk itself and to the past apart, and merge by how much weight each had (2205.14135)."""
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        merged: Tensor
+        merged, own_weight = flash(query, own[0], own[1], 0.0, True, scale=self._scale)
+        attended, past_weight = flash(query, past[0], past[1], 0.0, False, scale=self._scale)
+        share = torch.sigmoid_(past_weight.sub_(own_weight))[..., None]  # of log-sum-exps, [1, query_heads, rows]
+        return merged.lerp_(attended, share.to(query.dtype))

@@ -1,7 +1,8 @@
 """The decoder of the Llama family (2302.13971), once, for a ragged batch over a paged pool.
 
 The same code computes prompt chunks and decode steps, float32 and bfloat16, on CPU and CUDA. Norms and rotations are
-computed in float32 whatever the weights are. Projections that read the same input are fused into one product at load.
+computed in float32 whatever the weights are. Projections that read the same input are fused into one product at load,
+where that is fastest. Memory that all layers need in turn is taken once a step.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ from torch.nn import functional
 from baton_core.errors import EngineError
 from baton_engine.attention import LayerView, PagedAttention
 from baton_engine.model_config import ModelConfig
-from baton_engine.projection import Projection, projection
+from baton_engine.projection import Projection, gated_projection, projection
+from baton_engine.residual import ResidualStream, norm_weight
+from baton_engine.rotation import Rotation, paired
 from baton_engine.step_batch import StepBatch
 
 
@@ -21,13 +24,13 @@ from baton_engine.step_batch import StepBatch
 class Layer:
     """The weights of one layer."""
 
-    attention_norm: Tensor  # [hidden]
+    attention_norm: Tensor  # [hidden], as `norm_weight`
     qkv: Projection
-    query_norm: Tensor | None  # [head_dim]
-    key_norm: Tensor | None  # [head_dim]
+    query_norm: Tensor | None  # [head_dim], `paired` as the rows of queries and keys in `qkv` are
+    key_norm: Tensor | None
     attention_output: Projection
-    mlp_norm: Tensor  # [hidden]
-    gate_up: Projection
+    mlp_norm: Tensor  # [hidden], as `norm_weight`
+    gate_up: Projection  # with the SiLU and the gate
     down: Projection
     windowed: bool  # sees no further back than the model's sliding window
 
@@ -49,7 +52,6 @@ class LlamaModel:
         self._norm = take("model.norm.weight", config.hidden)
         head = self._embeddings if config.tied_embeddings else take("lm_head.weight", config.vocab, config.hidden)
         self._head = projection(head)
-        self._attention = PagedAttention(config)
         self.dtype = self._embeddings.dtype
         if weights:
             raise EngineError(f"weights that the decoder does not use: {', '.join(sorted(weights)[:5])}")
@@ -57,63 +59,62 @@ class LlamaModel:
     def forward(self, batch: StepBatch, views: tuple[LayerView, ...]) -> Tensor:
         """Compute the step, writing its keys and values under `views`; the last hidden states `[rows, hidden]`."""
         assert len(views) == len(self._layers)
-        hidden = functional.embedding(batch.token_ids, self._embeddings)  # [rows, hidden]
+        config = self.config
+        stream = ResidualStream(functional.embedding(batch.token_ids, self._embeddings), config.norm_eps)
+        rotation = Rotation(batch.turns, config.query_heads, config.kv_heads, self.dtype)
+        attention = PagedAttention(config, batch, rotation.queries)
         for layer, view in zip(self._layers, views, strict=True):
-            hidden = hidden + self._attend(layer, hidden, batch, view)
-            hidden = hidden + self._mlp(layer, hidden)
-        return hidden
+            heads = layer.qkv(stream.normed(layer.attention_norm)).view(len(batch.token_ids), -1, config.head_dim)
+            self._norm_heads(layer, heads)
+            rotation.turn(heads)
+            stream.add(layer.attention_output(attention.attend(heads, view, windowed=layer.windowed)))
+            stream.add(layer.down(layer.gate_up(stream.normed(layer.mlp_norm))))
+        return stream.hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits `[rows, vocab]` in float32 of last hidden states `[rows, hidden]`: only of those rows that matter."""
         return self._head(self._normed(hidden, self._norm)).float()
 
-    def _attend(self, layer: Layer, hidden: Tensor, batch: StepBatch, view: LayerView) -> Tensor:
-        config = self.config
-        qkv = layer.qkv(self._normed(hidden, layer.attention_norm)).view(len(hidden), -1, config.head_dim)
-        rotated = qkv[:, : config.query_heads + config.kv_heads]
+    def _norm_heads(self, layer: Layer, heads: Tensor) -> None:
+        """Norm the queries and keys of `heads` in place, where the model does."""
         if layer.query_norm is not None and layer.key_norm is not None:
-            queries, keys = rotated[:, : config.query_heads], rotated[:, config.query_heads :]
-            normed = self._normed(queries, layer.query_norm), self._normed(keys, layer.key_norm)
-            rotated.copy_(torch.cat(normed, dim=1))
-        _rotate(rotated, batch)
-        return layer.attention_output(self._attention.attend(qkv, batch, view, windowed=layer.windowed))
-
-    def _mlp(self, layer: Layer, hidden: Tensor) -> Tensor:
-        gate, up = layer.gate_up(self._normed(hidden, layer.mlp_norm)).chunk(2, dim=-1)
-        return layer.down(functional.silu(gate).mul_(up))
+            queries, end = self.config.query_heads, self.config.query_heads + self.config.kv_heads
+            heads[:, :queries] = self._normed(heads[:, :queries], layer.query_norm)
+            heads[:, queries:end] = self._normed(heads[:, queries:end], layer.key_norm)
 
     def _normed(self, values: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm (1910.07467) over the last dimension, computed in float32."""
         return functional.rms_norm(values, weight.shape, weight, self.config.norm_eps)
 
 
-def _rotate(values: Tensor, batch: StepBatch) -> None:
-    """Apply RoPE (2104.09864) to `values` `[rows, heads, head_dim]` in place: halves rotate against each other."""
-    wide = values.float()
-    swapped = wide.roll(values.shape[-1] // 2, dims=-1)
-    values.copy_(torch.addcmul(wide * batch.cosine, swapped, batch.signed_sine))
-
-
 def _layer(config: ModelConfig, take: "_Weights", index: int) -> Layer:
-    prefix = f"model.layers.{index}."
-    queries, keys = config.query_heads * config.head_dim, config.kv_heads * config.head_dim
+    prefix, head_dim = f"model.layers.{index}.", config.head_dim
+    queries, keys = config.query_heads * head_dim, config.kv_heads * head_dim
     qkv_sizes = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
+    turned = ("self_attn.q_proj", "self_attn.k_proj")
     gate_up_sizes = {"mlp.gate_proj": config.intermediate, "mlp.up_proj": config.intermediate}
 
-    def project(sizes: dict[str, int], inputs: int, has_bias: bool) -> Projection:
-        weights = [take(f"{prefix}{name}.weight", size, inputs) for name, size in sizes.items()]
-        biases = [take(f"{prefix}{name}.bias", size) for name, size in sizes.items()] if has_bias else []
-        return projection(_joined(weights), _joined(biases) if biases else None)
+    def rows(name: str, kind: str, *shape: int) -> Tensor:
+        taken = take(f"{prefix}{name}.{kind}", *shape)
+        return paired(taken, head_dim) if name in turned else taken
+
+    def matrix(sizes: dict[str, int], inputs: int, has_bias: bool) -> tuple[Tensor, Tensor | None]:
+        weights = [rows(name, "weight", size, inputs) for name, size in sizes.items()]
+        biases = [rows(name, "bias", size) for name, size in sizes.items()] if has_bias else []
+        return _joined(weights), _joined(biases) if biases else None
+
+    def head_norm(name: str) -> Tensor | None:
+        return paired(take(f"{prefix}self_attn.{name}.weight", head_dim), head_dim) if config.qk_norm else None
 
     return Layer(
-        attention_norm=take(f"{prefix}input_layernorm.weight", config.hidden),
-        qkv=project(qkv_sizes, config.hidden, config.qkv_bias),
-        query_norm=take(f"{prefix}self_attn.q_norm.weight", config.head_dim) if config.qk_norm else None,
-        key_norm=take(f"{prefix}self_attn.k_norm.weight", config.head_dim) if config.qk_norm else None,
-        attention_output=project({"self_attn.o_proj": config.hidden}, queries, config.output_bias),
-        mlp_norm=take(f"{prefix}post_attention_layernorm.weight", config.hidden),
-        gate_up=project(gate_up_sizes, config.hidden, config.mlp_bias),
-        down=project({"mlp.down_proj": config.hidden}, config.intermediate, config.mlp_bias),
+        attention_norm=norm_weight(take(f"{prefix}input_layernorm.weight", config.hidden)),
+        qkv=projection(*matrix(qkv_sizes, config.hidden, config.qkv_bias)),
+        query_norm=head_norm("q_norm"),
+        key_norm=head_norm("k_norm"),
+        attention_output=projection(*matrix({"self_attn.o_proj": config.hidden}, queries, config.output_bias)),
+        mlp_norm=norm_weight(take(f"{prefix}post_attention_layernorm.weight", config.hidden)),
+        gate_up=gated_projection(*matrix(gate_up_sizes, config.hidden, config.mlp_bias)),
+        down=projection(*matrix({"mlp.down_proj": config.hidden}, config.intermediate, config.mlp_bias)),
         windowed=config.window_tokens(index) is not None,
     )
 

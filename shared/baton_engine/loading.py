@@ -145,6 +145,7 @@ def _fingerprint_fields(
         "layers": config.layers,
         "kv_heads": config.kv_heads,
         "head_dim": config.head_dim,
+        "key_order": "adjacent pairs",  # of dimensions that turn together, see `rotation`
         "rope_theta": str(config.rope_theta),
         "rope_scaling": str(config.rope_scaling),
         "sliding_window": str(config.sliding_window),
