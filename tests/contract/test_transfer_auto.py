@@ -73,6 +73,7 @@ def transfer(pair: Pair, room: int = 7, change: Callable[[PageOrder], dict[str, 
     pair.bell.until(lambda: pair.sent(room).poll is KVPoll.WaitingForInput, "the order is taken")
     pair.push_all(room)
     pair.bell.until(lambda: pair.received(room).poll is KVPoll.Success, "everything arrives")
+    pair.bell.until(lambda: pair.sent(room).poll is KVPoll.Success, "and the sender knows")
     assert torch.equal(pair.target.tensor[5], pair.source.tensor[0])
 
 
