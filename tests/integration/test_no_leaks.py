@@ -116,7 +116,7 @@ WRONG = {
 
 @pytest.mark.parametrize("what", list(WRONG))
 async def test_what_can_be_refused_is_refused_at_once_at_every_door(stack: Stack, what: str) -> None:
-    """p99 50 ms on an idle machine, say the requirements; a test machine is busy, so the median of ten gets twice that."""
+    """The bound of the requirements for an idle machine, here on the median of ten: a test machine is rarely idle."""
     doors = [stack.url, *stack.worker_urls()]
     async with httpx.AsyncClient(timeout=10) as client:
         for number, door in enumerate(doors):
@@ -129,5 +129,5 @@ async def test_what_can_be_refused_is_refused_at_once_at_every_door(stack: Stack
                 took_ms.append((time.perf_counter() - began) * 1_000)
                 assert 400 <= answer.status_code < 500, answer.text
                 assert answer.json()["error"]["message"]
-            assert sorted(took_ms)[5] < 100, f"{door}: {took_ms}"
+            assert sorted(took_ms)[5] < 50, f"{door}: {took_ms}"
     assert (await ask_all(stack.url, [greedy(gold()[0])], 1))[0]["output_ids"] == gold()[0]["output_ids"]
