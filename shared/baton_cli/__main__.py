@@ -1,4 +1,4 @@
-"""The command `baton`: serve a model on this machine with one command, restart one process of it, stop it, measure."""
+"""The command `baton`: serve a model on this machine, restart one process of it, stop it, watch it, examine it, measure."""
 
 import argparse
 import os
@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from baton_cli.bench.arguments import add_bench
+from baton_cli.doctor.arguments import add_doctor
 from baton_cli.down import down
 from baton_cli.errors import CliError, UsageError
 from baton_cli.interrupt import Interrupt
 from baton_cli.layout import DEFAULT_DTYPE, DEFAULT_MODEL, DEFAULT_TRANSFER, UpOptions, parse_setting
 from baton_cli.restart import Restart, restart
 from baton_cli.show import Screen
+from baton_cli.top.arguments import add_top
 from baton_cli.up import Launch, up
 from baton_io.config import ROLES
 
@@ -42,6 +44,14 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
             from baton_cli.bench.command import bench  # only here: its HTTP client is half of a second that others save
 
             return bench(arguments, environ, screen, interrupt)
+        if arguments.command == "doctor":
+            from baton_cli.doctor.command import doctor  # only here, likewise: it knows every setting of a worker
+
+            return doctor(arguments, environ, screen)
+        if arguments.command == "top":
+            from baton_cli.top.command import top
+
+            return top(arguments, screen, interrupt)
         return restart(_restart(arguments, environ), screen, interrupt)
     except CliError as error:
         print(f"baton {arguments.command}: {error}", file=sys.stderr)
@@ -55,6 +65,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_up(commands)
     _add_restart(commands)
     _add_down(commands)
+    add_doctor(commands)
+    add_top(commands)
     add_bench(commands)
     return parser
 

@@ -17,6 +17,8 @@ DEFAULT_DTYPE = "bfloat16"
 DEFAULT_TRANSFER = "auto"
 WORKERS = ("prefill", "decode")
 
+RANK_AXES = ("tp", "pp", "dp", "cp")
+
 # What connects the processes to each other is chosen here, so nobody else may set it.
 WIRING = ("port", "bootstrap_port", "registry", "prefill", "decode")
 
@@ -131,18 +133,33 @@ def plan(options: UpOptions, host: Host, free_ports: Sequence[int]) -> list[Proc
 def worker_cores(options: UpOptions, host: Host) -> list[str | None]:
     """Cores of each worker, prefill workers first: disjoint while there are enough, shared in order when not.
 
-    All None where there is one core, or where the user set cores for anybody: then all of it is theirs to decide.
+    A worker gets them in proportion to its ranks, among which it shares them out. All None where there is one core, or
+    where the user set cores for anybody: then all of it is theirs to decide.
     """
-    workers, cores = options.prefill + options.decoders, host.cores
+    cores = host.cores
+    ranks = [ranks_of("prefill", options, host)] * options.prefill
+    ranks += [ranks_of("decode", options, host)] * options.decoders
     variables = {"BATON_CORES", *(f"BATON_{role.upper()}_CORES" for role in WORKERS)}
     theirs = variables & ({setting.variable for setting in options.settings} | set(host.env))
     if len(cores) < 2 or theirs:
-        return [None] * workers
+        return [None] * len(ranks)
     shares: list[str | None] = []
-    for index in range(workers):
-        first, end = index * len(cores) // workers, (index + 1) * len(cores) // workers
+    for index, own in enumerate(ranks):
+        before = sum(ranks[:index])
+        first, end = (part * len(cores) // sum(ranks) for part in (before, before + own))
         shares.append(",".join(str(core) for core in cores[first : max(end, first + 1)]))
     return shares
+
+
+def ranks_of(role: str, options: UpOptions, host: Host) -> int:
+    """How many ranks a worker of this role will have, as far as settings and environment say; nonsense counts as 1."""
+    ranks = 1
+    settings = {setting.key: setting.value for setting in options.settings if setting.role == role}
+    for key in RANK_AXES:
+        shared, own = f"BATON_{key.upper()}", f"BATON_{role.upper()}_{key.upper()}"
+        said = settings.get(key) or host.env.get(own) or host.env.get(shared) or "1"
+        ranks *= max(1, int(said)) if said.isdecimal() else 1
+    return ranks
 
 
 def _prefill(

@@ -6,11 +6,15 @@ from baton_core.request import TokenLogprob
 
 
 def prompt_chunk(req: Handoff, tokens: int) -> SequenceSlice:
-    """The next `tokens` tokens of the prompt, with the scoring that the client asked for; the request is in the step."""
+    """The next `tokens` tokens of the prompt, with the scoring that the client asked for; the request is in the step.
+
+    They may follow tokens that an earlier plan still computes: plans are computed in order.
+    """
     prompt = req.request.prompt
-    start, end = req.computed, req.computed + tokens
+    start, end = req.planned, req.planned + tokens
     score_from, score = _scoring(req, start, end)
-    req.in_step = True
+    req.planned = end
+    req.in_step += 1
     return SequenceSlice(
         rid=req.rid,
         tokens=prompt[start:end],

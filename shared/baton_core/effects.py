@@ -37,6 +37,16 @@ class LookUp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RegisterRank:
+    """Prefill: tell the registry of this request that its room runs on this DP rank. Performed by the leader only (S3)."""
+
+    rid: RequestId
+    room: Room
+    dp_rank: int
+    bootstrap: Bootstrap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Connect:
     """Decode: keep a link to this prefill worker; answered by `PeerGone` if it cannot be had or is lost."""
 
@@ -45,24 +55,34 @@ class Connect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expect:
-    """Decode: let this attempt's writers write these pages and this row, then order them from every rank of `peer`."""
+    """Decode: let this attempt's writers write these pages and this row, then order them from `peer`'s unit.
+
+    Which of its ranks write here follows from the two unit layouts; `source` is the text of prefill's.
+    """
 
     rid: RequestId
     room: Room
     attempt: int
-    peer: Incarnation
+    peer: Incarnation  # the leader of that unit
+    source: str
+    prompt_tokens: int
     pages: tuple[PageId, ...]
     row: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """Prefill: take page orders of this attempt from `peer`'s ranks, and from nobody else."""
+    """Prefill: take page orders of this attempt from the ranks of `peer`'s unit, and from nobody else.
+
+    `target` is the text of that unit's layout; `pages_total` counts pages of this side.
+    """
 
     rid: RequestId
     room: Room
     attempt: int
-    peer: Incarnation
+    peer: Incarnation  # the leader of that unit
+    target: str
+    prompt_tokens: int
     pages_total: int
 
 
@@ -113,4 +133,4 @@ class Moved:
     text: str = ""
 
 
-Effect = Emit | Tell | LookUp | Connect | Expect | Offer | Push | Revoke | Fence | Forget | Moved
+Effect = Emit | Tell | LookUp | RegisterRank | Connect | Expect | Offer | Push | Revoke | Fence | Forget | Moved

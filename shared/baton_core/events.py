@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from baton_core.errors import Reason, Verdict
 from baton_core.messages import MetadataRow, RoomMessage
+from baton_core.ranks import member_name, worker_of
 from baton_core.request import Incarnation, Request, RequestId
 
 
@@ -53,11 +54,16 @@ class RankEndpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BootstrapInfos:
-    """What a registry told about the prefill worker of a room; `endpoints[0]` is the unit's leader."""
+    """What a registry told about the prefill unit of a room; `endpoints[i]` is its member `i`, and member 0 leads."""
 
-    incarnation: Incarnation
+    incarnation: Incarnation  # of the worker, as it registered
     dp_rank: int
     endpoints: tuple[RankEndpoint, ...]
+
+    @property
+    def leader(self) -> Incarnation:
+        """The name of the rank that leads the unit: the one to say hello to."""
+        return member_name(worker_of(self.incarnation), self.dp_rank, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +92,7 @@ class PeerSaid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerGone:
-    """The link to this peer is down for good (that incarnation): all its rooms fail."""
+    """The link to this rank of another unit is down for good (that incarnation): all rooms of its unit fail."""
 
     peer: Incarnation
     verdict: Verdict
@@ -108,25 +114,44 @@ class AgreedPoll:
 
     Only `agreement` makes these (the type keeps local and agreed apart). `writers_stopped` means, on decode, that nothing
     can write this attempt's pages any more; on prefill, that nothing reads them. `row` is the leader's metadata row, with
-    Success on decode.
+    Success on decode. Everything but `text` is the same on every rank; the leader's text is the one that counts.
     """
 
     rid: RequestId
     attempt: int
+    serial: int = 0  # of the request (`machine.Handoff.serial`): its id, room and attempt number may be used again
     poll: int
     writers_stopped: bool
     reason: Reason | None = None
-    rank: int = 0
+    rank: int = 0  # who saw the reason
     text: str = ""
     progress: int = 0
     row: MetadataRow | None = None
+    row_index: int | None = None  # where that row is (decode)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalPoll:
+    """With pipeline stages: what this stage alone sees of a handoff that the consensus does not cover.
+
+    Only Failed is applied, and only to the stage's own transfer: it is terminal, and must be drained.
+    """
+
+    rid: RequestId
+    attempt: int
+    serial: int = 0
+    poll: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """One agreement: a poll for every handoff the core asked to watch, in that order."""
+    """One agreement. With one stage: a poll for every handoff the core asked to watch, in that order.
+
+    With several stages `polls` is the consensus of an earlier log position, and `uncovered` what the consensus leaves out.
+    """
 
     polls: tuple[AgreedPoll, ...]
+    uncovered: tuple[LocalPoll, ...] = ()
 
 
 Input = Submit | Abort | AbortAll | StopHere | Resolved | LookupFailed | PeerSaid | PeerGone | DrainBegan | FlushCache

@@ -5,9 +5,10 @@ handled. `PrefillCore` and `DecodeCore` are built on it; they decide, it keeps t
 `_release_if_quiet`, the only place that returns pages.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from baton_core.admission import is_unadmitted_reject
+from baton_core.agreement import Watch
 from baton_core.effects import Effect, Emit, Fence, Forget, Revoke, Tell
 from baton_core.errors import Reason, Verdict
 from baton_core.events import AgreedPoll
@@ -31,8 +32,10 @@ class Ledger:
         self.cache: PrefixCache | None = None
         self.rooms = RoomTable(limits)
         self.live: dict[RequestId, Handoff] = {}
-        # Attempts that the transfer backend knows. A room may be used again while its old life is still being revoked.
-        self.transfers: dict[tuple[Room, int], RequestId] = {}
+        # Attempts that the transfer backend knows, the oldest first. A room may be used again while its old life is still
+        # being revoked.
+        self.transfers: dict[tuple[Room, int], Watch] = {}
+        self.arrivals = 0
         self.draining = False
         self.effects: list[Effect] = []
         self.rejections: dict[Reason, int] = {}
@@ -56,9 +59,11 @@ class Ledger:
             verdict = Verdict(reason=Reason.DUPLICATE_RID, text=text)
             self.effects.append(Emit(rid=request.rid, finish=Finish(type=FinishType.ABORT, verdict=verdict)))
             return None
+        self.arrivals += 1
         budget_ms = min(request.budget_ms, self.limits.request_budget_ms)
         handoff = Handoff(
             request=request,
+            serial=self.arrivals,
             table=self.table,
             arrived_at=now,
             deadline_at=now + budget_ms,
@@ -131,6 +136,15 @@ class Ledger:
             prompt_logprobs=scores,
         )
 
+    def current(self, polls: Iterable[AgreedPoll]) -> dict[RequestId, AgreedPoll]:
+        """The polls by request, without those of an earlier life of its id: a consensus may be some positions old."""
+        found: dict[RequestId, AgreedPoll] = {}
+        for poll in polls:
+            handoff = self.live.get(poll.rid)
+            if handoff is not None and handoff.serial == poll.serial and handoff.attempt == poll.attempt:
+                found[poll.rid] = poll
+        return found
+
     def revoked(self, handoff: Handoff, agreed: AgreedPoll) -> None:
         """An agreed observation of a handoff in REVOKING."""
         if agreed.writers_stopped:
@@ -138,17 +152,34 @@ class Ledger:
             self._release_if_quiet(handoff)
 
     def step_left(self, handoff: Handoff) -> None:
-        """The plan that named this handoff is committed."""
-        handoff.in_step = False
+        """A plan that named this handoff is committed."""
+        handoff.in_step -= 1
         if handoff.phase is Phase.REVOKING:
             self._release_if_quiet(handoff)
 
     def transfer_begins(self, handoff: Handoff) -> None:
         """The transfer backend hears of this attempt (Offer or Expect): its name is taken until it is forgotten."""
-        key = handoff.room, handoff.attempt
-        assert key not in self.transfers, f"room {key[0]} attempt {key[1]} is open for {self.transfers[key]}"
-        self.transfers[key] = handoff.rid
+        key, bootstrap = (handoff.room, handoff.attempt), handoff.request.bootstrap
+        assert key not in self.transfers, f"room {key[0]} attempt {key[1]} is open for {self.transfers[key].rid}"
+        assert bootstrap is not None, "a request without a room transfers nothing"
+        self.transfers[key] = Watch(
+            rid=handoff.rid,
+            room=handoff.room,
+            attempt=handoff.attempt,
+            host=bootstrap.host,
+            row=handoff.row,
+            serial=handoff.serial,
+        )
         handoff.opened = True
+
+    def revoke_here(self, handoff: Handoff) -> None:
+        """This stage's part of the transfer failed for good, before all stages agreed on anything: stop it here.
+
+        What all stages share changes when the consensus says so, and not before (S1).
+        """
+        if not handoff.revoked_here:
+            handoff.revoked_here = True
+            self.effects.append(Revoke(room=handoff.room, attempt=handoff.attempt))
 
     def transfer_over(self, handoff: Handoff) -> None:
         """The attempt's transfer ended well everywhere: nobody reads or writes its pages any more."""
@@ -213,7 +244,7 @@ class Ledger:
 
     def _end(self, handoff: Handoff, end: Phase, now: Millis, verdict: Verdict | None) -> None:
         self.on_leave(handoff)
-        if handoff.opened:
+        if handoff.opened and not handoff.revoked_here:
             self.effects.append(Revoke(room=handoff.room, attempt=handoff.attempt))
         if handoff.opened or handoff.in_step:
             deadline = now + self.limits.revoking_ms if handoff.opened else None

@@ -34,6 +34,9 @@ class Limits:
     link_suspect_ms: Millis = limit(700, "a peer whose connection broke says a word again")
     link_resend_ms: Millis = limit(200, "an unacknowledged message is sent again")
     link_window: int = limit(4_096, "unacknowledged messages; with more the peer is lost")
+    # -- ranks of one unit (reached: the unit is at fault and ends; the error names the ranks that did not come)
+    control_collective_ms: Millis = limit(10_000, "the ranks of a unit agree; else the unit ends")
+    tensor_collective_ms: Millis = limit(60_000, "the ranks of a unit exchange tensors; else the unit ends")
     # -- worker (reached: the worker turns unready and exits)
     loop_stall_ms: Millis = limit(15_000, "the scheduler loop takes a turn; else the worker exits")
     step_ms: Millis = limit(60_000, "one forward; else the worker exits")
@@ -61,3 +64,40 @@ class Limits:
             value = getattr(self, one.name)
             if not isinstance(value, int) or value <= 0:
                 raise ValueError(f"limit {one.name} must be a positive integer, not {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegistryLimits:
+    """Bounds of one registry; the named outcome of each is `Refused` with 503 (or 400 for a layout that never fits)."""
+
+    ranks_max: int = 10_000
+    rooms_max: int = 1_000_000
+    room_ms: Millis = 120_000  # life of a room's entry, unless it is registered again
+
+    def __post_init__(self) -> None:
+        for name in ("ranks_max", "rooms_max", "room_ms"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegistrarLimits:
+    """Times and bounds of registering. Raises ValueError when a value is not positive."""
+
+    lease_ms: Millis = 10_000  # renewed three times in this time
+    call_ms: Millis = 1_500  # one HTTP call; longer than a registry's probe of the worker we supersede
+    retry_first_ms: Millis = 100  # pause after a failure, doubled each time …
+    retry_max_ms: Millis = 2_000  # … up to this; attempts never end
+    room_renew_ms: Millis = 40_000  # an open room is registered again; registries keep rooms for 120 s
+    rooms_max: int = 65_536  # open rooms; more: `Overloaded`
+    deregister_ms: Millis = 1_000  # all registries together, at shutdown
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+
+
+PROMPT_LOGPROBS_MAX = 1 << 17
+"""Logprobs of a prompt's tokens and of the likeliest beside them, all together: as many as are put into words in about
+50 ms, for which nothing else of this worker moves."""

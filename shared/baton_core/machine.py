@@ -62,19 +62,22 @@ class Handoff:
     """Everything one side knows about one request. Mutated only by its core; `phase` only by `move`."""
 
     request: Request
+    serial: int  # how many came before it on this unit, itself included: its name among ranks
     table: PhaseTable
     arrived_at: Millis
     deadline_at: Millis  # the request's own
     phase: Phase = Phase.INTAKE
     stage_deadline_at: Millis | None = None  # the phase's own, when it is earlier
     attempt: int = 1
-    peer: Incarnation | None = None
+    peer: Incarnation | None = None  # the leader of the other side's unit
+    peer_layout: str = ""  # that unit's layout, once it said so
     infos: BootstrapInfos | None = None
     pages: tuple[PageId, ...] = ()
     shared: tuple[Node, ...] = ()  # the first of `pages`, which the prefix cache owns and this request has locked
     row: int | None = None
     opened: bool = False  # the transfer backend knows this attempt: Offer or Expect was performed
-    in_step: bool = False  # a running plan names it
+    in_step: int = 0  # running plans that name it
+    planned: int = 0  # prompt tokens that running plans compute, or that are computed
     computed: int = 0  # prompt tokens whose KV is in `pages`
     pushed: int = 0  # pages handed to the transfer backend (prefill)
     progress: int = 0
@@ -86,6 +89,8 @@ class Handoff:
     answered: bool = False
     fenced: bool = False
     is_retracted: bool = False
+    # This pipeline stage alone has stopped its part of the transfer (S1): the one field in which stages may differ.
+    revoked_here: bool = False
 
     @property
     def rid(self) -> RequestId:

@@ -30,6 +30,7 @@ class Hello(_RoomMessage):
     digest: int  # `prompt_digest`
     fingerprint: str  # canonical text of the decode side's KV fingerprint
     dp_rank: int  # the prefill DP rank that decode resolved
+    layout: str  # text of the decode unit's `kv_layout.UnitLayout`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,7 @@ class Accepted(_RoomMessage):
     """Prefill to decode: both legs are here and match; send page orders to this DP rank."""
 
     dp_rank: int
+    layout: str  # text of the prefill unit's `kv_layout.UnitLayout`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,16 +86,17 @@ class PageOrder:
 
     `pages` are page ids of the target pool in prompt order, `len == ceil(prompt_tokens / page_tokens)`; `row` is the
     target's metadata row; `address` is where the target's transfer backend listens, in the backend's own words.
+    Which member of its unit the sender is, is read off its name (`ranks.member_of`).
     """
 
     room: Room
     attempt: int
-    incarnation: Incarnation
+    incarnation: Incarnation  # the sender's own name
     pages: tuple[PageId, ...]
     row: int
     backend: str
     address: str
-    layout: str  # canonical text of the target's `kv_layout.Layout`
+    layout: str  # text of the decode unit's `kv_layout.UnitLayout`
 
     def __post_init__(self) -> None:
         if self.attempt < 1 or self.row < 0 or any(page < 0 for page in self.pages):

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from baton_core.request import PageId
+from baton_core.trace import Trace
 
 
 def pages_for(tokens: int, page_tokens: int) -> int:
@@ -21,6 +22,7 @@ class PagePool:
         self.total = total
         self._free: deque[PageId] = deque(range(total))
         self._held = bytearray(total)
+        self.trace = Trace()
 
     @property
     def free(self) -> int:
@@ -34,14 +36,17 @@ class PagePool:
         pages = tuple(self._free.popleft() for _ in range(count))
         for page in pages:
             self._held[page] = 1
+        self.trace.note("allocate", *pages)
         return pages
 
     def release(self, pages: Iterable[PageId]) -> None:
         """Return pages to the pool. Asserts that each was held."""
-        for page in pages:
+        returned = tuple(pages)
+        for page in returned:
             assert self._held[page], f"page {page} freed twice"
             self._held[page] = 0
             self._free.append(page)
+        self.trace.note("release", *returned)
 
     def holds(self, page: PageId) -> bool:
         """Whether somebody holds `page`."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from baton_core.pages import PagePool
 from baton_core.request import PageId
+from baton_core.trace import Trace
 
 PageTokens = tuple[int, ...]
 
@@ -42,6 +43,7 @@ class PrefixCache:
         self._roots: dict[PageTokens, Node] = {}
         self._born = 0
         self._uses = 0
+        self.trace = Trace()
         self.pages = 0
         self.locked = 0  # pages that somebody reads
         self.hit_tokens = 0
@@ -62,6 +64,7 @@ class PrefixCache:
     def lock(self, nodes: Sequence[Node]) -> None:
         """Somebody reads these pages: keep them."""
         self._uses += 1
+        self.trace.note("lock", *(node.ordinal for node in nodes))
         for node in nodes:
             self.locked += node.locks == 0
             node.locks += 1
@@ -74,6 +77,7 @@ class PrefixCache:
 
     def unlock(self, nodes: Sequence[Node]) -> None:
         """The reader is done. Asserts that it had locked them."""
+        self.trace.note("unlock", *(node.ordinal for node in nodes))
         for node in nodes:
             assert node.locks > 0, f"page {node.page} was not locked"
             node.locks -= 1
@@ -99,6 +103,7 @@ class PrefixCache:
                 left.append(page)
             node.used_at = self._uses
             level, parent = node.children, node
+        self.trace.note("insert", self._born, *pages)
         return left
 
     def evict(self, pages: int) -> int:
@@ -110,7 +115,7 @@ class PrefixCache:
             _, _, node = heapq.heappop(heap)
             siblings = self._roots if node.parent is None else node.parent.children
             del siblings[node.key]
-            self._pool.release((node.page,))
+            self._pool.release((node.page,))  # whose own trace notes it
             self.pages -= 1
             evicted += 1
             parent = node.parent

@@ -59,7 +59,12 @@ class Layout:
     @property
     def ranks_total(self) -> int:
         """How many distinct ranks make the instance complete."""
-        return self.dp_size * self.attn_cp_size * self.attn_tp_size * self.pp_size
+        return self.dp_size * self.unit_ranks
+
+    @property
+    def unit_ranks(self) -> int:
+        """How many ranks one DP rank has."""
+        return self.attn_cp_size * self.attn_tp_size * self.pp_size
 
     def conflict_with(self, other: "Layout") -> str | None:
         """Every field in which `other` differs, with both values; None where there is none."""

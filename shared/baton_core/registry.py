@@ -8,14 +8,15 @@
 
 An instance is one life (incarnation) of one prefill worker. It is *ready* when every distinct rank of its layout has
 registered. It leaves by `deregister`, by `drop` (superseded), or when its lease runs out; without a lease (plain
-SGLang) it stays. Pure: time comes in as `now`, in milliseconds of any monotonic clock.
+SGLang) it stays. One DP rank of it may leave before the others (`deregister_unit`). Pure: time comes in as `now`, in
+milliseconds of any monotonic clock.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from baton_core.limits import Millis
+from baton_core.limits import Millis, RegistryLimits
 from baton_core.registration import (
     Endpoint,
     Layout,
@@ -25,20 +26,6 @@ from baton_core.registration import (
     topology_body,
 )
 from baton_core.request import ROOM_MAX, Incarnation, Room
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegistryLimits:
-    """Bounds of one registry; the named outcome of each is `Refused` with 503 (or 400 for a layout that never fits)."""
-
-    ranks_max: int = 10_000
-    rooms_max: int = 1_000_000
-    room_ms: Millis = 120_000  # life of a room's entry, unless it is registered again
-
-    def __post_init__(self) -> None:
-        for name in ("ranks_max", "rooms_max", "room_ms"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,12 +44,13 @@ class Instance:
     expires_at: Millis | None
     topology: dict[str, object]
     endpoints: dict[RankKey, Endpoint] = field(default_factory=dict)
+    lost_units: dict[int, None] = field(default_factory=dict)  # DP ranks that left while the others stay
     _synthetic: Incarnation | None = None
 
     @property
     def ready(self) -> bool:
-        """Whether every distinct rank of the layout is here (keys are checked against the layout on the way in)."""
-        return len(self.endpoints) == self.layout.ranks_total
+        """Whether every distinct rank of the layout is here, or has left with its unit (keys are checked on the way in)."""
+        return len(self.endpoints) + len(self.lost_units) * self.layout.unit_ranks == self.layout.ranks_total
 
     @property
     def life(self) -> Incarnation:
@@ -75,8 +63,17 @@ class Instance:
 
     def put(self, key: RankKey, endpoint: Endpoint) -> None:
         """Mutates: the rank listens here from now on; a repeat does not count twice."""
+        self.lost_units.pop(key[0], None)
         self.endpoints[key] = endpoint
         self._synthetic = None
+
+    def lose_unit(self, dp_rank: int) -> int:
+        """Mutates: this DP rank is over while the others stay; how many of its ranks were here."""
+        gone = [key for key in self.endpoints if key[0] == dp_rank]
+        for key in gone:
+            del self.endpoints[key]
+        self.lost_units[dp_rank] = None
+        return len(gone)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +173,21 @@ class RegistryTable:
         instance = self._known(instance_name, incarnation)
         if isinstance(instance, Instance):
             self._remove(instance)
+        return instance
+
+    def deregister_unit(
+        self, instance_name: str, incarnation: Incarnation | None, dp_rank: int, now: Millis
+    ) -> Instance | Refused:
+        """One DP rank of the worker is over; the others stay, and the worker counts as complete without it."""
+        self.expire(now)
+        instance = self._known(instance_name, incarnation)
+        if not isinstance(instance, Instance):
+            return instance
+        if not 0 <= dp_rank < instance.layout.dp_size:
+            text = f"dp_rank must be between 0 and {instance.layout.dp_size - 1}, not {dp_rank}"
+            return Refused(status=400, text=text)
+        self._ranks_total -= instance.lose_unit(dp_rank)
+        self.version += 1
         return instance
 
     def expire(self, now: Millis) -> None:

@@ -49,6 +49,7 @@ class Sampling:
     min_p: float = 0.0
     seed: int = 0  # 64 bits; both legs carry the same one, so that it survives the handoff
     sample_index: int = 0
+    output_offset: int = 0  # tokens drawn before, elsewhere, and now in the prompt: the first output has this position
     max_new_tokens: int = 128
     min_new_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()  # end-of-sequence ids included, unless the client ignores them
@@ -61,6 +62,7 @@ class Sampling:
         _require(self.top_k == -1 or self.top_k >= 1, "top_k", self.top_k, "-1 or at least 1")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
         _require(0 <= self.seed < 2**64, "seed", self.seed, "a 64-bit unsigned integer")
+        _require(self.output_offset >= 0, "output_offset", self.output_offset, "at least 0")
         _require(self.max_new_tokens >= 0, "max_new_tokens", self.max_new_tokens, "at least 0")
         _require(
             0 <= self.min_new_tokens <= self.max_new_tokens,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from baton_core.errors import Verdict
 from baton_core.limits import Limits, Millis
 from baton_core.request import RequestId, Room
+from baton_core.trace import Trace
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class RoomTable:
         self._limits = limits
         self._live: dict[Room, RequestId] = {}
         self._tombstones: OrderedDict[Room, Tombstone] = OrderedDict()
+        self.trace = Trace()
 
     def holder(self, room: Room) -> RequestId | None:
         """The live request that holds `room`."""
@@ -40,19 +42,23 @@ class RoomTable:
         assert room not in self._live, f"room {room} is held by {self._live.get(room)}"
         self._tombstones.pop(room, None)
         self._live[room] = rid
+        self.trace.note("open", room)
 
     def wipe(self, room: Room) -> None:
         """The peer's leg came again: what an older life left says nothing about this one."""
         self._tombstones.pop(room, None)
+        self.trace.note("wipe", room)
 
     def close(self, room: Room) -> None:
         """The room ended well on this side; it may be reused at once."""
         self._live.pop(room, None)
+        self.trace.note("close", room)
 
     def bury(self, room: Room, verdict: Verdict, now: Millis, *, app_answered: bool, peer_answered: bool) -> None:
         """The room failed: remember the verdict for each leg that has not heard it."""
         self._live.pop(room, None)
         self._tombstones.pop(room, None)
+        self.trace.note("bury", room, now, verdict.reason, app_answered, peer_answered)
         if app_answered and peer_answered:
             return
         self._tombstones[room] = Tombstone(
@@ -70,6 +76,7 @@ class RoomTable:
         if stone is None or stone.app_answered:
             return None
         stone.app_answered = True
+        self.trace.note("app", room)
         return self._spent(room, stone)
 
     def verdict_for_peer(self, room: Room, now: Millis) -> Verdict | None:
@@ -78,6 +85,7 @@ class RoomTable:
         if stone is None or stone.peer_answered:
             return None
         stone.peer_answered = True
+        self.trace.note("peer", room)
         return self._spent(room, stone)
 
     def sweep(self, now: Millis) -> None:

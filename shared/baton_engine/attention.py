@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from baton_engine.groups import RankGroup
 from baton_engine.kv_pool import KVPool, PoolShape
 from baton_engine.model_config import ModelConfig
 from baton_engine.step_batch import DecodeGroup, PromptChunk, StepBatch
+from baton_engine.team import RowExchange
 
 _SPLIT_FROM_TOKENS = 256
 """From this many tokens before a chunk on, attending to them apart and without a mask saves more than merging costs."""
@@ -48,9 +50,16 @@ def _copied_as(shape: PoolShape) -> torch.dtype:
 class PagedAttention:
     """Scaled dot-product attention for all layers of one step, and the memory its result is in."""
 
-    def __init__(self, config: ModelConfig, batch: StepBatch, queries: Tensor) -> None:
-        """`queries` `[rows, query_heads, head_dim]`, contiguous: where a layer's rotated queries will be."""
+    def __init__(self, config: ModelConfig, batch: StepBatch, queries: Tensor, cp: RankGroup | None = None) -> None:
+        """`queries` `[rows, query_heads, head_dim]`, contiguous: where a layer's rotated queries will be.
+
+        `cp`: the ranks that share the rows of `batch`, whose keys and values all of them write.
+        """
         self._batch = batch
+        self._exchange: RowExchange | None = None
+        if cp is not None and batch.rows_by_rank is not None:
+            written_heads = queries.new_empty(0, 2 * config.kv_heads * config.head_dim)
+            self._exchange = RowExchange(cp, batch.rows_by_rank, written_heads)
         self._heads_shape = (config.query_heads + 2 * config.kv_heads, config.head_dim)
         self._query_heads, self._kv_heads = config.query_heads, config.kv_heads
         self._scale = config.head_dim**-0.5
@@ -76,34 +85,43 @@ class PagedAttention:
         see no further back than the model's sliding window. Mutates the pool under `view`.
         """
         assert heads.shape[1:] == self._heads_shape
-        written = heads.view(view.token_rows.dtype)[:, self._query_heads :]
-        view.token_rows.index_put_((self._batch.write,), written)
+        self.write(heads, view)
         for group, query, attended in self._decodes:
-            attended.copy_(self._decode(query, group, view, group.seen(windowed)))
+            attended.copy_(self._decode(query, group.in_layer(windowed), view))
         for chunk, query, attended in self._prompts:
-            result = self._prompt(query, heads, chunk, view, chunk.seen(windowed))
+            result = self._prompt(query, heads, chunk.in_layer(windowed), view)
             if chunk.rows == len(heads):
                 return result[0].transpose(0, 1).reshape(self._attended.shape)  # nearly always without a copy
             attended.copy_(result)
         return self._attended
 
-    def _decode(self, query: Tensor, group: DecodeGroup, view: LayerView, bias: Tensor | None) -> Tensor:
+    def write(self, heads: Tensor, view: LayerView) -> None:
+        """Write the keys and values of `heads`, see `attend`; with `cp` those of all its ranks. Mutates the pool."""
+        if self._exchange is None:
+            written = heads.view(view.token_rows.dtype)[:, self._query_heads :]
+        else:
+            rows = self._exchange.gather(heads[:, self._query_heads :].flatten(1))
+            written = rows.view(view.token_rows.dtype).view(len(rows), 2 * self._kv_heads, -1)
+        view.token_rows.index_put_((self._batch.write,), written)
+
+    def _decode(self, query: Tensor, group: DecodeGroup, view: LayerView) -> Tensor:
         """`query` and the result are `[rows, kv_heads, queries_per_kv, head_dim]`."""
         torch.index_select(view.page_rows, 0, group.gather, out=group.gathered)
         return functional.scaled_dot_product_attention(
-            query, group.keys, group.values, attn_mask=bias, scale=self._scale
+            query, group.keys, group.values, attn_mask=group.bias, scale=self._scale
         )
 
-    def _prompt(self, query: Tensor, heads: Tensor, chunk: PromptChunk, view: LayerView, bias: Tensor | None) -> Tensor:
+    def _prompt(self, query: Tensor, heads: Tensor, chunk: PromptChunk, view: LayerView) -> Tensor:
         """`query` and the result are `[1, query_heads, rows, head_dim]`."""
         own = heads[chunk.first_row : chunk.first_row + chunk.rows, self._query_heads :]
         own = own.view(chunk.rows, 2, 1, self._kv_heads, -1).permute(1, 2, 3, 0, 4)
         if chunk.gather is None or chunk.gathered is None or chunk.context is None:
-            return self._sdpa(query, own, bias)
+            return self._sdpa(query, own, chunk.bias)
         torch.index_select(view.page_rows, 0, chunk.gather, out=chunk.gathered)
-        if bias is chunk.bias and query.device.type == "cpu" and chunk.start >= _SPLIT_FROM_TOKENS:
-            return self._split(query, own, chunk.context[:, :, :, : chunk.start])
-        return self._sdpa(query, chunk.context, bias)
+        past = chunk.past_tokens
+        if past is not None and past >= _SPLIT_FROM_TOKENS and query.device.type == "cpu":
+            return self._split(query, own, chunk.context[:, :, :, :past])
+        return self._sdpa(query, chunk.context, chunk.bias)
 
     def _sdpa(self, query: Tensor, context: Tensor, bias: Tensor | None) -> Tensor:
         """`query` over `context` `[2, 1, kv_heads, tokens, head_dim]`; without a bias each row sees what precedes it."""

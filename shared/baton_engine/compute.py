@@ -1,9 +1,10 @@
-"""Runs step plans on a thread of its own, so that the loop never waits for a forward."""
+"""Runs step plans on a thread of its own, in order, so that the loop never waits for a forward."""
 
 import os
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from baton_core.plan import StepPlan, StepResult
@@ -17,49 +18,79 @@ class Runs(Protocol):
         """One step."""
         ...
 
+    def run_idle(self) -> None:
+        """DP attention: take part in the step of other units, with nothing of our own."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computed:
+    """What the thread finished: a plan's result, or the idle round `idle`."""
+
+    result: StepResult | None = None
+    idle: int | None = None
+
 
 class Compute:
-    """One thread, one plan at a time. `finished` yields each result once; every result pokes the driver."""
+    """One thread, one plan after the other. `finished` yields each result once; every result pokes the driver."""
 
     def __init__(self, runner: Runs, poke: Poke, clock: Callable[[], int]) -> None:
         self._runner = runner
         self._poke = poke
         self._clock = clock
-        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[StepPlan | int | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Computed] = queue.SimpleQueue()
         self._died: BaseException | None = None
+        self._outstanding = 0
         self.busy_since_ms: int | None = None
+        """Since when the oldest piece of work has been in hand; None while there is none."""
         self._thread = threading.Thread(target=self._loop, name="compute", daemon=True)
         self._thread.start()
 
     def start(self, plan: StepPlan) -> None:
-        """Begin to compute `plan`."""
-        assert self.busy_since_ms is None, "a step is running"
-        self.busy_since_ms = self._clock()
-        self._plans.put(plan)
+        """Compute `plan` after what was started before."""
+        self._put(plan)
 
-    def finished(self) -> StepResult | None:
-        """The result of the running plan, once. Raises what the compute thread died of."""
+    def start_idle(self, number: int) -> None:
+        """Take part in round `number` of the other units."""
+        self._put(number)
+
+    def finished(self) -> list[Computed]:
+        """What has been finished since, each once. Raises what the compute thread died of."""
         if self._died is not None:
             raise RuntimeError(f"the compute thread died: {self._died!r}") from self._died
-        try:
-            result = self._results.get_nowait()
-        except queue.Empty:
-            return None
-        self.busy_since_ms = None
-        return result
+        done: list[Computed] = []
+        while True:
+            try:
+                done.append(self._results.get_nowait())
+            except queue.Empty:
+                break
+        if done:
+            self._outstanding -= len(done)
+            self.busy_since_ms = self._clock() if self._outstanding else None
+        return done
 
     def close(self, timeout_s: float) -> None:
         """Let the thread end after the running step."""
-        self._plans.put(None)
+        self._work.put(None)
         self._thread.join(timeout_s)
+
+    def _put(self, work: StepPlan | int) -> None:
+        self._outstanding += 1
+        if self.busy_since_ms is None:
+            self.busy_since_ms = self._clock()
+        self._work.put(work)
 
     def _loop(self) -> None:
         # Torch's own threads are born from this one and inherit it: a loop that wakes up runs before they go on.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         try:
-            while (plan := self._plans.get()) is not None:
-                self._results.put(self._runner.run(plan))
+            while (work := self._work.get()) is not None:
+                if isinstance(work, StepPlan):
+                    self._results.put(Computed(result=self._runner.run(work)))
+                else:
+                    self._runner.run_idle()
+                    self._results.put(Computed(idle=work))
                 self._poke()
         except BaseException as error:  # noqa: BLE001 - the driver raises it: a dead thread must not go unnoticed
             self._died = error

@@ -1,48 +1,38 @@
-"""The loop of one scheduler rank: drain inputs, agree on observations, tick, perform effects, keep the engine busy.
+"""The loop of one scheduler rank.
 
-    wait ──► drain (app, links) ──► step each ──► agree ──► step ──► tick ──► commit ──► plan ──► perform ──► wait
-             ▲                                                                                          │
-             └────────── input, a poke from a transfer or the compute thread, or the next deadline ◄────┘
+    leader   wait ─► gather (app, links, notes of the others) ─► entry t ─► send it ─► Replica.apply ─► flush ─► wait
+    others   wait ─► entry t ─► Replica.apply;   wait ─► something changed here ─► note to the leader
 
-It waits neither for I/O nor for a forward, and it decides nothing: the core does. A `Side` performs the effects that
-differ between prefill and decode.
+What happens at an entry, in which order, is `baton_core.unit_log.Replica`; how effects are performed is `performer`. The
+loop waits neither for I/O nor for a forward, and it decides nothing. A rank by itself is a leader without others.
 """
 
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
-from typing import Protocol, assert_never
+from dataclasses import dataclass
 
 import structlog
 import zmq
 
-from baton_core.agreement import (
-    GateArgs,
-    Group,
-    MetadataRows,
-    Poller,
-    Staging,
-    Watch,
-    agreed_polls,
-    poll_and_all_reduce,
-    poll_and_all_reduce_with_staging,
-)
 from baton_core.decode.core import DecodeCore
-from baton_core.effects import Connect, Effect, Emit, Expect, Fence, Forget, LookUp, Moved, Offer, Push, Revoke, Tell
 from baton_core.errors import Reason, Verdict
-from baton_core.events import Event, Observed, PeerGone, PeerSaid
+from baton_core.events import Input, PeerGone, PeerSaid
 from baton_core.limits import Limits, Millis
 from baton_core.messages import PageOrder
-from baton_core.plan import StepPlan
 from baton_core.prefill.core import PrefillCore
-from baton_core.request import Incarnation
-from baton_engine.compute import Compute
+from baton_core.ranks import Parallel, Place
+from baton_core.unit_log import Done, Replica, Report, UnitLeader
+from baton_engine.compute import Computed
 from baton_engine.gauges import Gauges
-from baton_engine.transfer.protocol import Attempts
+from baton_engine.performer import Performer, Reach
 from baton_io.codec import FrameError
-from baton_io.ipc import TO_APP, TO_RANK, Emits, LookUps, PeersLost, Ping, Stop
-from baton_io.links import Links, Lost, News
+from baton_io.ipc import TO_RANK, Ping, Stop
+from baton_io.links import Lost, News
+from baton_io.rounds_channel import Rounds
+from baton_io.unit_channel import LeaderChannel, MemberChannel, Nudge
 
 log = structlog.get_logger(__name__)
 
@@ -54,6 +44,14 @@ def now_ms() -> Millis:
     return time.monotonic_ns() // 1_000_000
 
 
+@dataclass(frozen=True, slots=True)
+class Poked:
+    """What woke the loop: since when it has been due, and whether some transfer changed (or only a step ended)."""
+
+    since: Millis
+    changed: bool
+
+
 class Poker:
     """Wakes the loop from any thread, through an eventfd; remembers since when it has been due."""
 
@@ -61,248 +59,310 @@ class Poker:
         self.file_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
         self._since: Millis | None = None
+        self._changed = False
 
     def __call__(self) -> None:
-        """Wake the loop."""
+        """Wake the loop: what a transfer's poller would say has changed."""
+        self._poke(changed=True)
+
+    def computed(self) -> None:
+        """Wake the loop: a step has ended."""
+        self._poke(changed=False)
+
+    def drain(self) -> Poked | None:
+        """Forget the pokes, and say what they were."""
         with self._lock:
+            since, self._since = self._since, None
+            changed, self._changed = self._changed, False
+            if since is None:
+                return None
+            os.eventfd_read(self.file_descriptor)
+            return Poked(since, changed)
+
+    def _poke(self, *, changed: bool) -> None:
+        with self._lock:
+            self._changed = self._changed or changed
             if self._since is None:
                 self._since = now_ms()
                 # Inside the lock: whoever drains sees the note and the event together, or neither.
                 os.eventfd_write(self.file_descriptor, 1)
 
-    def drain(self) -> Millis | None:
-        """Forget the pokes; since when the first of them stood."""
-        with self._lock:
-            since, self._since = self._since, None
-            if since is not None:
-                os.eventfd_read(self.file_descriptor)
-            return since
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wiring:
+    """What a rank's loop is made of, beside its `Reach`."""
+
+    core: PrefillCore | DecodeCore
+    poker: Poker
+    limits: Limits
+    gauges: Gauges
+    parallel: Parallel
+    place: Place
 
 
-class Side(Protocol):
-    """What differs between a prefill and a decode rank."""
+class _Loop:
+    """What the leader's loop and the others' have in common."""
 
-    @property
-    def attempts(self) -> Attempts:
-        """The transfer backend's end."""
-        ...
-
-    @property
-    def rows(self) -> MetadataRows | None:
-        """The metadata rows that the gate looks at (decode)."""
-        ...
-
-    @property
-    def staging(self) -> Staging | None:
-        """The staging ring, where one is in use."""
-        ...
-
-    def perform(self, effect: Expect | Offer | Push | Connect, now: Millis) -> None:
-        """An effect that only this side knows."""
-        ...
-
-    def order(self, peer: Incarnation, order: PageOrder) -> None:
-        """A page order came in."""
-        ...
-
-    def peer_gone(self, peer: Incarnation) -> None:
-        """The conversation with a peer ended."""
-        ...
-
-
-class Driver:
-    """One rank's loop. Built once, run once."""
-
-    def __init__(
-        self,
-        *,
-        core: PrefillCore | DecodeCore,
-        side: Side,
-        links: Links,
-        app: "zmq.Socket[bytes]",
-        compute: Compute,
-        poker: Poker,
-        group: Group,
-        gate: GateArgs,
-        limits: Limits,
-        gauges: Gauges,
-    ) -> None:
-        self._core, self._side, self._links, self._app = core, side, links, app
-        self._compute, self._poker, self._group, self._gate = compute, poker, group, gate
-        self._limits, self._gauges = limits, gauges
+    def __init__(self, wiring: Wiring, reach: Reach) -> None:
+        self._core, self._poker, self._limits = wiring.core, wiring.poker, wiring.limits
+        self._gauges, self._parallel, self._place = wiring.gauges, wiring.parallel, wiring.place
+        self._links, self._app, self._compute = reach.links, reach.app, reach.compute
+        self._performer = Performer(reach, wiring.gauges)
+        self._replica = Replica(wiring.core, self._performer, wiring.parallel, wiring.place.member)
         self._stopping = False
-        self._emits: list[Emit] = []
-        self._lookups: list[LookUp] = []
-        self._lost: list[Incarnation] = []
         self._snapshot_at = now_ms()
 
     def run(self) -> None:
-        """Turn until the app says stop. Raises what ends the worker (a dead compute thread, a step beyond its limit)."""
+        """Turn until the app says stop. Raises what ends the worker: a dead compute thread, a lost sibling, divergence."""
         due: Millis | None = None
         while not self._stopping:
-            poked_at = self._wait(due)
+            poked = self._wait(due)
             now = now_ms()
-            since = [at for at in (due if due is not None and due <= now else None, poked_at) if at is not None]
-            if since:
+            since = [at for at in (due, now if poked is None else poked.since) if at is not None and at <= now]
+            if poked is not None or (due is not None and due <= now):
                 self._gauges.tick_lag(now - min(since))
-            due = self.turn(now)
+            self._turn(now, changed=poked is not None and poked.changed)
+            self._check_step(now)
+            self._snapshot(now)
+            due = self._next_due()
 
-    def turn(self, now: Millis) -> Millis | None:
-        """One turn of the loop; returns when the next one is due without further news."""
-        for event in self._inputs(now):
-            self._perform(self._core.step(event, now), now)
-        self._agree(now)
-        self._perform(self._core.tick(now), now)
-        self._commit(now)
-        # Tokens leave before the next step begins to compete for the processor.
-        self._report(now)
-        self._work(now)
-        return self._next_due(now)
+    def _turn(self, now: Millis, *, changed: bool) -> None:
+        raise NotImplementedError
 
-    # -- waiting
+    def _sockets(self) -> Sequence["zmq.Socket[bytes]"]:
+        raise NotImplementedError
 
-    def _wait(self, due: Millis | None) -> Millis | None:
+    def _dues(self) -> list[Millis | None]:
+        raise NotImplementedError
+
+    def _late(self) -> str:
+        """Which siblings have not finished the oldest step, for people."""
+        return ""
+
+    def _wait(self, due: Millis | None) -> Poked | None:
         poller = zmq.Poller()
         poller.register(self._poker.file_descriptor, zmq.POLLIN)
-        poller.register(self._app, zmq.POLLIN)
-        for socket in self._links.sockets:
+        for socket in (self._app, *self._sockets(), *self._links.sockets):
             poller.register(socket, zmq.POLLIN)
         timeout_ms = None if due is None else max(0, due - now_ms())
         if timeout_ms != 0:
             poller.poll(timeout_ms)
         return self._poker.drain()
 
-    def _next_due(self, now: Millis) -> Millis | None:
-        dues = [self._core.next_deadline(), self._links.next_due(), self._snapshot_at]
+    def _next_due(self) -> Millis | None:
+        dues: list[Millis | None] = [*self._dues(), self._links.next_due(), self._snapshot_at]
         if self._compute.busy_since_ms is not None:
             dues.append(self._compute.busy_since_ms + self._limits.step_ms)
         return min(due for due in dues if due is not None)
 
-    # -- inputs and observations
-
-    def _inputs(self, now: Millis) -> list[Event]:
-        events: list[Event] = []
+    def _heard_from_app(self) -> list[Input]:
+        """The app's inputs; what is for the loop itself is obeyed here."""
+        inputs: list[Input] = []
         while True:
             try:
                 frame = self._app.recv(zmq.NOBLOCK)
             except zmq.Again:
-                break
-            self._take(frame, events)
-        self._hear(self._links.receive(now), events)
-        self._hear(self._links.tick(now), events)
-        return events
+                return inputs
+            try:
+                message = TO_RANK.decode(frame)
+            except FrameError as error:
+                log.error("ipc.bad_frame", error=str(error))
+                continue
+            if isinstance(message, Ping):
+                self._snapshot_at = 0
+            elif isinstance(message, Stop):
+                self._stopping = True
+            else:
+                inputs.append(message)
 
-    def _take(self, frame: bytes, events: list[Event]) -> None:
-        try:
-            message = TO_RANK.decode(frame)
-        except FrameError as error:
-            log.error("ipc.bad_frame", error=str(error))
-            return
-        if isinstance(message, Ping):
-            self._snapshot_at = 0
-        elif isinstance(message, Stop):
-            self._stopping = True
-        else:
-            events.append(message)
-
-    def _hear(self, news: Sequence[News], events: list[Event]) -> None:
+    def _heard_from_peers(self, now: Millis) -> list[Input]:
+        """Room messages and losses; page orders go to the transfer backend at once."""
+        inputs: list[Input] = []
+        news: list[News] = [*self._links.receive(now), *self._links.tick(now)]
         for one in news:
             if isinstance(one, Lost):
                 log.info("link.lost", peer=one.peer, reason=one.text)
-                self._side.peer_gone(one.peer)
-                self._lost.append(one.peer)
+                self._performer.lost(one.peer)
                 text = f"lost the link to worker {one.peer}: {one.text}"
-                events.append(PeerGone(peer=one.peer, verdict=Verdict(reason=Reason.PEER_LOST, text=text)))
+                inputs.append(PeerGone(peer=one.peer, verdict=Verdict(reason=Reason.PEER_LOST, text=text)))
             elif isinstance(one.payload, PageOrder):
-                self._side.order(one.peer, one.payload)
+                self._performer.ordered(one.peer, one.payload)
             else:
-                events.append(PeerSaid(peer=one.peer, message=one.payload))
+                inputs.append(PeerSaid(peer=one.peer, message=one.payload))
+        return inputs
 
-    def _agree(self, now: Millis) -> None:
-        watches = self._core.watched()
-        if not watches:
-            return
-        pollers: list[Poller] = [self._side.attempts.poller(watch.room, watch.attempt) for watch in watches]
-        rows, gated = self._side.rows, self._gated(watches)
-        if self._side.staging is None:
-            reduced = poll_and_all_reduce(pollers, self._group, gated, rows, self._gate)
-        else:
-            staging = self._side.staging
-            reduced = poll_and_all_reduce_with_staging(pollers, self._group, staging, gated, rows, self._gate)
-        self._perform(self._core.step(Observed(polls=agreed_polls(watches, reduced, rows)), now), now)
-
-    def _gated(self, watches: list[Watch]) -> list[Watch] | None:
-        return None if self._side.rows is None else watches
-
-    # -- work
-
-    def _commit(self, now: Millis) -> None:
-        result = self._compute.finished()
-        if result is not None:
+    def _finished(self) -> list[Computed]:
+        done = self._compute.finished()
+        for _ in done:
             self._gauges.step_over(time.monotonic())
-            self._perform(self._core.commit(result, now), now)
+        return done
 
-    def _work(self, now: Millis) -> None:
+    def _check_step(self, now: Millis) -> None:
         busy_since = self._compute.busy_since_ms
         if busy_since is not None and now - busy_since > self._limits.step_ms:
-            raise RuntimeError(f"a step has run for {now - busy_since} ms (step_ms {self._limits.step_ms})")
-        plan = self._core.plan() if busy_since is None else None
-        if plan is not None:
-            self._start(plan, now)
+            raise RuntimeError(
+                f"a step has run for {now - busy_since} ms (step_ms {self._limits.step_ms}){self._late()}"
+            )
 
-    def _start(self, plan: StepPlan, now: Millis) -> None:
-        self._gauges.step_began(plan, time.monotonic())
-        # Planning moves requests too; its effects come with the next call.
-        self._perform(self._core.ledger.take_effects(), now)
-        self._compute.start(plan)
-
-    # -- effects
-
-    def _perform(self, effects: Sequence[Effect], now: Millis) -> None:
-        for effect in effects:
-            match effect:
-                case Emit():
-                    self._emits.append(effect)
-                case Tell():
-                    self._links.send(effect.peer, effect.message, now)
-                case LookUp():
-                    self._lookups.append(effect)
-                case Connect() | Expect() | Offer() | Push():
-                    self._side.perform(effect, now)
-                case Revoke():
-                    self._side.attempts.revoke(effect.room, effect.attempt)
-                case Fence():
-                    log.warning("transfer.fenced", room=effect.room, attempt=effect.attempt)
-                    self._side.attempts.fence(effect.room, effect.attempt)
-                case Forget():
-                    self._side.attempts.forget(effect.room, effect.attempt)
-                case Moved():
-                    self._moved(effect)
-                case _:
-                    assert_never(effect)
-
-    def _moved(self, effect: Moved) -> None:
-        self._gauges.moved(effect, time.monotonic())
-        fields = {"rid": effect.rid, "room": effect.room, "was": effect.source, "now": effect.target}
-        if effect.reason is None:
-            log.debug("handoff.moved", **fields)
-        else:
-            log.info("handoff.failed", **fields, reason=effect.reason.name.lower(), text=effect.text)
-
-    def _report(self, now: Millis) -> None:
-        if self._emits:
-            self._say(Emits(emits=tuple(self._emits)))
-            self._emits.clear()
-        if self._lookups:
-            self._say(LookUps(lookups=tuple(self._lookups)))
-            self._lookups.clear()
-        if self._lost:
-            self._say(PeersLost(peers=tuple(self._lost)))
-            self._lost.clear()
+    def _snapshot(self, now: Millis) -> None:
         if now >= self._snapshot_at:
             self._snapshot_at = now + SNAPSHOT_MS
-            self._say(self._gauges.snapshot(self._core, self._links))
+            self._performer.say(self._gauges.snapshot(self._core if self._place.leads else None, self._links))
 
-    def _say(self, message: object) -> None:
-        # The app is on this host and drains its socket; if it does not, it is dying, and so must this rank be.
-        self._app.send(TO_APP.encode(message))
+
+class LeaderLoop(_Loop):
+    """Member 0: writes the log of its unit, and speaks for it."""
+
+    def __init__(self, wiring: Wiring, reach: Reach, channel: LeaderChannel | None, rounds: Rounds | None) -> None:
+        super().__init__(wiring, reach)
+        self._channel, self._rounds = channel, rounds
+        self.leader = UnitLeader(wiring.parallel, reach.side.rows)
+        self._begun: deque[int] = deque()
+        self._round: int | None = None  # the one that runs
+        self._round_step: int | None = None  # our step in it; None: idle
+        self._idled: set[int] = set()  # members that idled through it
+        self._wanted = self._futile = False
+
+    def take_report(self, report: Report) -> None:
+        """A stage's report (our own stage's comes this way). Raises Divergence."""
+        self.leader.report(report)
+
+    def _turn(self, now: Millis, *, changed: bool) -> None:
+        for event in (*self._heard_from_app(), *self._heard_from_peers(now)):
+            self.leader.put(event)
+        nudged = self._take_notes()
+        due = self._core.next_deadline()
+        solo = self._parallel.members == 1
+        if self.leader.wants or nudged or changed or solo or (due is not None and due <= now):
+            self._write(now)
+        while self._rounds is not None and (self._begun or self._rounds_news()):
+            self._write(now, self._begun.popleft())
+        self._want_round()
+        self._performer.flush()
+
+    def _write(self, now: Millis, number: int | None = None) -> None:
+        entry = self.leader.next_entry(now, number)
+        self._gauges.position = entry.position
+        if self._channel is not None:
+            self._channel.send(entry)
+        if number is None:
+            self._futile = False
+        else:
+            self._round, self._wanted = number, False
+            self._idled.clear()
+        steps = self._core.steps.count
+        self._replica.apply(entry)
+        if number is not None:
+            self._round_step = self._core.steps.count if self._core.steps.count != steps else None
+            self._futile = self._round_step is None
+
+    def _take_notes(self) -> bool:
+        """Notes of all members, ourselves included; whether one of them saw a transfer change."""
+        nudged = False
+        for done in self._finished():
+            self._note(Done(member=0, step=self._step_of(done), result=done.result))
+        for note in () if self._channel is None else self._channel.receive():
+            if isinstance(note, Done):
+                self._note(note)
+            elif isinstance(note, Report):
+                self.leader.report(note)
+            else:
+                nudged = True
+        return nudged
+
+    def _step_of(self, done: Computed) -> int:
+        return done.result.step if done.result is not None else -(done.idle or 0)
+
+    def _note(self, note: Done) -> None:
+        if note.step < 0:
+            self._idled.add(note.member)
+            if len(self._idled) == self._parallel.members:
+                self._round_over()
+            return
+        if self.leader.done(note) and self._round is not None and note.step == self._round_step:
+            self._round_over()
+
+    # -- rounds of DP attention
+
+    def _rounds_news(self) -> bool:
+        if self._rounds is not None:
+            self._begun.extend(self._rounds.begun())
+        return bool(self._begun)
+
+    def _want_round(self) -> None:
+        if self._rounds is None or self._wanted or self._futile or self._round is not None:
+            return
+        if _has_work(self._core):
+            self._wanted = True
+            self._rounds.want()
+
+    def _round_over(self) -> None:
+        assert self._rounds is not None and self._round is not None
+        number, self._round = self._round, None
+        self._rounds.over(number)
+
+    # -- the loop
+
+    def _sockets(self) -> Sequence["zmq.Socket[bytes]"]:
+        ends = (self._channel, self._rounds)
+        return [end.socket for end in ends if end is not None and end.socket is not None]
+
+    def _dues(self) -> list[Millis | None]:
+        # Our own stage's report may have made news while the entry was applied.
+        return [now_ms() if self.leader.wants else None, self._core.next_deadline()]
+
+    def _late(self) -> str:
+        late = self.leader.late()
+        return "".join(
+            f"; step {step} is not finished by rank {', '.join(self._rank(member) for member in members)}"
+            for step, members in late.items()
+        )
+
+    def _rank(self, member: int) -> str:
+        return str(self._parallel.rank_of(self._place.dp_rank, member))
+
+
+class MemberLoop(_Loop):
+    """Any other member: applies the log, and notes what changes here."""
+
+    def __init__(self, wiring: Wiring, reach: Reach, channel: MemberChannel) -> None:
+        super().__init__(wiring, reach)
+        self._channel = channel
+        self._nudged = False
+
+    def _turn(self, now: Millis, *, changed: bool) -> None:
+        strays = [*self._heard_from_app(), *self._heard_from_peers(now)]
+        for stray in strays:
+            # A link of this rank that was lost shows in what it observes; everything else goes to the leader.
+            if not isinstance(stray, PeerGone):
+                log.error("rank.not_the_leader", got=type(stray).__name__)
+        done = self._finished()
+        for one in done:
+            step = one.result.step if one.result is not None else -(one.idle or 0)
+            wanted = one.result is not None and (
+                self._place.member == self._parallel.speaker or one.result.failed is not None
+            )
+            self._channel.note(Done(member=self._place.member, step=step, result=one.result if wanted else None))
+        if (changed or strays) and not self._nudged:
+            self._nudged = True
+            self._channel.note(Nudge(member=self._place.member))
+        for entry in self._channel.receive():
+            self._nudged = False
+            self._gauges.position = entry.position
+            self._replica.apply(entry)
+        # Not when the app says so: a member that leaves before its leader looks like one that died.
+        self._stopping = self._channel.over
+        self._performer.flush()
+
+    def _sockets(self) -> Sequence["zmq.Socket[bytes]"]:
+        return [self._channel.socket]
+
+    def _dues(self) -> list[Millis | None]:
+        return []
+
+
+def _has_work(core: PrefillCore | DecodeCore) -> bool:
+    """Whether there may be something to compute; planning alone knows for sure."""
+    if isinstance(core, PrefillCore):
+        return bool(core.waiting.queue)
+    return bool(core.batch.running or core.batch.arrived or core.batch.local)

@@ -23,6 +23,7 @@ class Gauges:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._turns = 0
+        self.position = 0  # of the unit's log
         self._counters: Counter[str] = Counter()
         self._samples: dict[str, deque[float]] = {}
         self._entered: dict[RequestId, tuple[str, float]] = {}
@@ -32,6 +33,10 @@ class Gauges:
         """A turn began `lag_ms` after it was due."""
         self._turns += 1
         self._sample("control_tick_lag_seconds", lag_ms / 1000)
+
+    def agreed(self, seconds: float) -> None:
+        """The ranks of the stage agreed on what they observe."""
+        self._sample("agreement_seconds", seconds)
 
     def step_began(self, plan: StepPlan, now_s: float) -> None:
         """A plan went to the compute thread."""
@@ -55,17 +60,17 @@ class Gauges:
             if effect.source != Phase.REVOKING.value:
                 self._counters[f"failures_total{{reason={effect.reason.name.lower()}}}"] += 1
 
-    def snapshot(self, core: PrefillCore | DecodeCore, links: Links) -> Snapshot:
-        """Everything since the last snapshot, and how the core stands now."""
+    def snapshot(self, core: PrefillCore | DecodeCore | None, links: Links) -> Snapshot:
+        """Everything since the last snapshot, and how the core stands now; without `core`, the leader's, a sign of life."""
         samples = {name: list(values) for name, values in self._samples.items()}
         self._samples.clear()
         self._turns += 1
         return Snapshot(
             rank=self._rank,
             progress=self._turns,
-            gauges=_gauges(core, links),
-            counters={**self._counters, **_counters(core, links)},
-            samples=samples,
+            gauges={} if core is None else _gauges(core, links),
+            counters={} if core is None else {**self._counters, **_counters(core, links)},
+            samples={} if core is None else samples,
         )
 
     def _sample(self, name: str, value: float) -> None:

@@ -6,6 +6,7 @@ is a sealed memfd, which a peer on the same host maps and a socket reads and wri
 tensor, staged through pinned host memory. Transfers see neither: they see `PageMemory`.
 """
 
+import threading
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -63,7 +64,11 @@ class PageMemory(Protocol):
         ...
 
     def landed(self, page: PageId) -> None:
-        """Every byte written through `target` of this page is now visible to the model."""
+        """Every byte of the page that this thread wrote through `target` is now visible to the model."""
+        ...
+
+    def dropped(self, page: PageId) -> None:
+        """This thread gives up what it began to write of the page."""
         ...
 
 
@@ -88,18 +93,22 @@ class HostPages:
     def landed(self, page: PageId) -> None:
         """Nothing to do: the model reads the same bytes."""
 
+    def dropped(self, page: PageId) -> None:
+        """Nothing to do: what was written is there."""
+
 
 class StagedPages:
     """`PageMemory` over a device tensor, through host buffers (pinned where the device is CUDA).
 
     Copies run on the calling thread's current stream and are complete on return. A page being filled holds one host
-    buffer of a page's size from its first `target` until `landed`.
+    buffer of a page's size from its first `target` until `landed`, for each thread that fills it: several ranks may write
+    to different bytes of one page at once.
     """
 
     def __init__(self, pool: Tensor, page_bytes: int) -> None:
         self._pages = pool.view(torch.uint8).reshape(-1, page_bytes)  # [page, byte]
         self._pinned = pool.is_cuda
-        self._filling: dict[PageId, tuple[Tensor, list[tuple[int, int]]]] = {}
+        self._filling: dict[tuple[int, PageId], tuple[Tensor, list[tuple[int, int]]]] = {}  # by thread and page
 
     def source(self, page: PageId, offset: int, nbytes: int) -> memoryview:
         """A host copy of the bytes, private to the caller."""
@@ -111,19 +120,23 @@ class StagedPages:
     def target(self, page: PageId, offset: int, nbytes: int) -> memoryview:
         """A range of the page's host buffer; it reaches the device with `landed`."""
         _check_range(offset, nbytes, self._pages.shape[1])
-        if page not in self._filling:
-            self._filling[page] = (self._host_buffer(self._pages.shape[1]), [])
-        staged, ranges = self._filling[page]
+        key = (threading.get_ident(), page)
+        if key not in self._filling:
+            self._filling[key] = (self._host_buffer(self._pages.shape[1]), [])
+        staged, ranges = self._filling[key]
         ranges.append((offset, offset + nbytes))
         return staged.numpy().data[offset : offset + nbytes]
 
     def landed(self, page: PageId) -> None:
         """Copy the ranges handed out for this page to the device, in order, and give the host buffer back."""
-        if page not in self._filling:
-            return
-        staged, ranges = self._filling.pop(page)
+        staged, ranges = self._filling.pop((threading.get_ident(), page), (None, ()))
         for first, end in ranges:
+            assert staged is not None
             self._pages[page, first:end].copy_(staged[first:end])
+
+    def dropped(self, page: PageId) -> None:
+        """Give the host buffer back."""
+        self._filling.pop((threading.get_ident(), page), None)
 
     def _host_buffer(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned)

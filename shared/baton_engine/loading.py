@@ -6,30 +6,43 @@ from pathlib import Path
 import torch
 
 from baton_core.errors import EngineError
+from baton_core.kv_layout import UnitLayout
+from baton_core.ranks import Parallel
+from baton_engine.groups import TensorGroups
 from baton_engine.kv_pool import KVPool, PoolShape, RowMemory
 from baton_engine.llama import LlamaModel
 from baton_engine.model_config import ModelConfig
 from baton_engine.model_files import ModelFiles, ModelIdentity, Progress
+from baton_engine.parallel_runner import ParallelRunner
 from baton_engine.projection import packs
 from baton_engine.runner import Runner
 from baton_engine.sealed_memory import available_bytes, require_memory
+from baton_engine.shard import Shard, unit_layout
+from baton_engine.team import Team
 from baton_engine.weights_gguf import GgufFile
 from baton_engine.weights_safetensors import HuggingFaceFolder
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The dtypes the engine computes in, and stores keys and values in."""
 
+SOLO = Parallel()
+"""A rank by itself."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """Everything of one rank that lives on its device. `context_tokens` is the longest prompt and answer together."""
+    """Everything of one rank that lives on its device. `context_tokens` is the longest prompt and answer together.
 
-    runner: Runner
+    `pool` has the layers and heads of this rank, `config` and `layout` are of the whole model and of the whole unit.
+    """
+
+    runner: Runner | ParallelRunner
     pool: KVPool
     rows: RowMemory
     config: ModelConfig
+    layout: UnitLayout
     context_tokens: int
-    fingerprint_fields: dict[str, str | int]  # whatever shapes or interprets keys and values
+    fingerprint_fields: dict[str, str | int]  # whatever interprets keys and values, however they are laid out
 
     def close(self) -> None:
         """Release pool and rows."""
@@ -47,11 +60,16 @@ def load_engine(
     metadata_rows: int,
     threads: int,
     progress: Progress,
+    parallel: Parallel = SOLO,
+    rank: int = 0,
+    groups: TensorGroups | None = None,
 ) -> Engine:
     """Load a GGUF file or a Hugging Face directory and warm the engine up.
 
+    A `rank` of several brings the `groups` that it has joined; it loads its shard, and warms up together with the others.
     `kv_tokens` is rounded down to whole pages; `threads` 0 leaves torch's own choice. Raises EngineError where the file,
-    the dtype, the device or the memory will not do, before anything large is allocated.
+    the dtype, the device or the memory will not do, or the model cannot be shared like that, before anything large is
+    allocated.
     """
     if dtype not in DTYPES:
         raise EngineError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -64,14 +82,21 @@ def load_engine(
     files = open_model(Path(model_path))
     config, identity = files.config, files.identity()
     progress("metadata", 1, 1)
-    shape = _pool_shape(config, kv_tokens // page_tokens, page_tokens, DTYPES[dtype])
-    _require_memory(config, shape, target)
-    model = LlamaModel(config, files.weights(shape.dtype, progress), target)
+    element = DTYPES[dtype]
+    layout = unit_layout(config, parallel, element.itemsize, page_tokens)
+    assert groups is not None or _is_alone(parallel), "ranks of several join their groups first"
+    shard = Shard.of(config, parallel, parallel.place(rank))
+    shape = _pool_shape(shard, kv_tokens // page_tokens, page_tokens, element)
+    _require_memory(shard, shape, target)
+    team = None if groups is None or _is_alone(parallel) else Team(shard, parallel, groups)
+    model = LlamaModel(config, files.weights(element, progress, None if team is None else shard), target, team)
     progress("kv pool", 0, 1)
     pool, rows = KVPool(shape, device), RowMemory(metadata_rows)
     progress("kv pool", 1, 1)
-    runner = Runner(model, pool)
+    runner = Runner(model, pool) if team is None else ParallelRunner(model, pool, team)
     progress("warm-up", 0, 1)
+    if groups is not None:
+        groups.meet("warm-up")
     runner.warm_up()
     progress("warm-up", 1, 1)
     return Engine(
@@ -79,8 +104,9 @@ def load_engine(
         pool=pool,
         rows=rows,
         config=config,
+        layout=layout,
         context_tokens=min(config.context_tokens, shape.pages * page_tokens),
-        fingerprint_fields=_fingerprint_fields(config, shape, identity, dtype),
+        fingerprint_fields=_fingerprint_fields(config, identity, dtype),
     )
 
 
@@ -89,15 +115,20 @@ def open_model(path: Path) -> ModelFiles:
     return HuggingFaceFolder(path) if path.is_dir() else GgufFile(path)
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """Bytes that loading takes at its peak, as `dtype` whatever the files hold.
+def weight_bytes(shard: Shard, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes that loading a shard takes at its peak, as `dtype` whatever the files hold.
 
     While a layer is fused it exists twice; where weights are packed, so does the output projection, and tied ones stay so.
     """
-    twice = config.layer_parameters
-    if packs(device, dtype):
-        twice = max(twice, config.vocab * config.hidden)
-    return (config.parameters + twice) * dtype.itemsize
+    twice = shard.config.layer_parameters
+    if packs(device, dtype) and shard.heads:
+        twice = max(twice, shard.table_parameters)
+    return (shard.parameters + twice) * dtype.itemsize
+
+
+def _is_alone(parallel: Parallel) -> bool:
+    """Whether no rank ever computes with another: plain DP of single ranks is that, too."""
+    return parallel.members == 1 and not (parallel.dp_attention and parallel.dp > 1)
 
 
 def _device(name: str) -> torch.device:
@@ -112,20 +143,20 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _pool_shape(config: ModelConfig, pages: int, page_tokens: int, dtype: torch.dtype) -> PoolShape:
+def _pool_shape(shard: Shard, pages: int, page_tokens: int, dtype: torch.dtype) -> PoolShape:
     return PoolShape(
         pages=pages,
-        layers=config.layers,
-        kv_heads=config.kv_heads,
+        layers=len(shard.layers),
+        kv_heads=len(shard.kv_heads),
         page_tokens=page_tokens,
-        head_dim=config.head_dim,
+        head_dim=shard.model.head_dim,
         dtype=dtype,
     )
 
 
-def _require_memory(config: ModelConfig, shape: PoolShape, device: torch.device) -> None:
+def _require_memory(shard: Shard, shape: PoolShape, device: torch.device) -> None:
     """Refuse now what would fail, or take the machine down, after minutes of loading."""
-    model_bytes = weight_bytes(config, shape.dtype, device)
+    model_bytes = weight_bytes(shard, shape.dtype, device)
     needed_bytes = model_bytes + shape.pool_bytes
     free_bytes = available_bytes()
     if device.type == "cuda":
@@ -137,9 +168,8 @@ def _require_memory(config: ModelConfig, shape: PoolShape, device: torch.device)
     require_memory("model and KV pool together", needed_bytes, free_bytes, remedy)
 
 
-def _fingerprint_fields(
-    config: ModelConfig, shape: PoolShape, identity: ModelIdentity, dtype: str
-) -> dict[str, str | int]:
+def _fingerprint_fields(config: ModelConfig, identity: ModelIdentity, dtype: str) -> dict[str, str | int]:
+    # What `kv_layout` translates (page size, who holds which heads and layers) is no part of it.
     return {
         "architecture": config.architecture,
         "layers": config.layers,
@@ -150,7 +180,6 @@ def _fingerprint_fields(
         "rope_scaling": str(config.rope_scaling),
         "sliding_window": str(config.sliding_window),
         "dtype": dtype,
-        "page_tokens": shape.page_tokens,
         "weight_revision": identity.weight_revision,
         "quantisation": identity.quantisation,
         "tokenizer_digest": identity.tokenizer_digest,

@@ -4,7 +4,7 @@ They are the log-softmax, in float32, of the logits as the model gives them: bef
 one number means the same at every temperature, a greedy answer has logprobs too, and prompt and answer are judged alike.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -44,19 +44,25 @@ def judge(logits: Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[To
     ]
 
 
-def score(hidden: Tensor, head: Callable[[Tensor], Tensor], slices: Sequence[SequenceSlice]) -> list[TokenLogprob]:
+def logit_blocks(hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+    """What `head` makes of `hidden` `[rows, hidden]`, a block at a time, so that a long chunk needs no logits of all its
+    rows at once."""
+    for start in range(0, len(hidden), BLOCK_ROWS):
+        yield head(hidden[start : start + BLOCK_ROWS])
+
+
+def score(blocks: Iterable[Tensor], slices: Sequence[SequenceSlice]) -> list[TokenLogprob]:
     """The logprobs of the `score` tokens of all `slices`, one after the other.
 
-    `hidden` `[scores, hidden]` holds the states that precede them; `head` makes logits of it, a block at a time, so that
-    a long chunk needs no logits of all its rows at once.
+    `blocks` `[rows, vocab]` float32 are the logits of the rows that precede those tokens, see `logit_blocks`.
     """
     tokens = [token for item in slices for token in item.score]
     tops = [item.sampling.logprobs or 0 for item in slices for _ in item.score]
-    assert len(hidden) == len(tokens)
     scored: list[TokenLogprob] = []
-    for start in range(0, len(tokens), BLOCK_ROWS):
-        block = slice(start, start + BLOCK_ROWS)
-        scored += judge(head(hidden[block]), tokens[block], tops[block])
+    for logits in blocks:
+        block = slice(len(scored), len(scored) + len(logits))
+        scored += judge(logits, tokens[block], tops[block])
+    assert len(scored) == len(tokens)
     return scored
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import mmap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from baton_core.errors import EngineError
 from baton_engine.model_config import ModelConfig
+from baton_engine.shard import Cut, Shard
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and the total."""
@@ -38,13 +39,22 @@ class ModelFiles(Protocol):
         """Sizes and switches."""
         ...
 
-    def weights(self, dtype: torch.dtype, progress: Progress) -> dict[str, Tensor]:
-        """Every weight as `dtype` on the CPU, in memory of its own, under its Hugging Face name and in that layout."""
+    def weights(self, dtype: torch.dtype, progress: Progress, shard: Shard | None = None) -> dict[str, Tensor]:
+        """Every weight as `dtype` on the CPU, in memory of its own, under its Hugging Face name and in that layout.
+
+        With a `shard` only what it holds, cut as it says. Raises EngineError.
+        """
         ...
 
     def identity(self) -> ModelIdentity:
         """What the model is."""
         ...
+
+
+def check_cut(name: str, shape: Sequence[int], cut: Cut) -> None:
+    """Raise EngineError unless a weight of this shape has the dimension that `cut` goes by."""
+    if cut.dimension >= len(shape) or shape[cut.dimension] != cut.total:
+        raise EngineError(f"weight {name} has shape {list(shape)}, not {cut.total} places in dimension {cut.dimension}")
 
 
 def weight_revision(files: Iterable[tuple[Path, int]]) -> str:

@@ -16,23 +16,27 @@ from typing import Protocol, TextIO
 import structlog
 import zmq
 
-from baton_core.agreement import GateArgs, SoloGroup
+from baton_core.agreement import GateArgs
 from baton_core.decode.core import DecodeCore
 from baton_core.errors import EngineError
-from baton_core.kv_layout import Layout, fingerprint
+from baton_core.kv_layout import UnitLayout, fingerprint
 from baton_core.limits import Limits
 from baton_core.prefill.core import PrefillCore
+from baton_core.ranks import Parallel, Place, member_name
 from baton_core.request import Incarnation
+from baton_core.unit_log import Report
 from baton_engine.compute import Compute
-from baton_engine.driver import Driver, Poker, Side, now_ms
+from baton_engine.driver import LeaderLoop, MemberLoop, Poker, Wiring, now_ms
 from baton_engine.gauges import Gauges
 from baton_engine.loading import Engine, load_engine
+from baton_engine.meeting import Meeting
+from baton_engine.performer import Reach, Side
 from baton_io.ipc import TO_APP, LoadProgress, RankFailed, RankReady
 from baton_io.links import Links
 
 log = structlog.get_logger(__name__)
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Of messages, page orders, metadata rows and the KV stream; part of the fingerprint."""
 
 EXIT_ORPHANED = 3
@@ -47,11 +51,25 @@ class RankSettings(Protocol):
     """What a rank must be told; `baton_worker.config.RankConfig` is one."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int: ...  # in the worker
     @property
-    def incarnation(self) -> str: ...
+    def parallel(self) -> Parallel: ...
+    @property
+    def incarnation(self) -> str: ...  # of the worker
     @property
     def ipc_address(self) -> str: ...
+    @property
+    def rendezvous(self) -> str: ...
+    @property
+    def log_address(self) -> str: ...
+    @property
+    def run_dir(self) -> str: ...
+    @property
+    def control(self) -> str: ...
+    @property
+    def load_balance_method(self) -> str: ...
+    @property
+    def force_query_prefill_dp_rank(self) -> bool: ...
     @property
     def model_path(self) -> str: ...
     @property
@@ -95,9 +113,12 @@ class Materials:
     engine: Engine
     links: Links
     poker: Poker
-    layout: Layout
+    parallel: Parallel
+    place: Place
+    layout: UnitLayout  # of the whole unit
+    pages: int  # of the smallest pool of the unit
     fingerprint: str
-    incarnation: Incarnation
+    incarnation: Incarnation  # this rank's own name
     backend: str
 
 
@@ -137,57 +158,95 @@ def run_rank(settings: RankSettings, build: Build) -> int:
 
 def _serve(settings: RankSettings, build: Build, app: "zmq.Socket[bytes]") -> None:
     began = time.monotonic()
-    backend = _backend(settings.transfer)
+    backend, limits = _backend(settings.transfer), settings.limits
+    meeting = Meeting(settings)
     engine = load_engine(
         model_path=settings.model_path,
         dtype=settings.dtype,
         device=settings.device,
         kv_tokens=settings.kv_tokens,
         page_tokens=settings.page_tokens,
-        metadata_rows=settings.limits.metadata_rows,
+        metadata_rows=limits.metadata_rows,
         threads=settings.threads or max(1, len(settings.cores)),
         progress=_Progress(settings.rank, app),
+        parallel=settings.parallel,
+        rank=settings.rank,
+        groups=meeting.tensors,
     )
     # What was loaded stays: the collector need not look at it again and again.
     gc.collect()
     gc.freeze()
-    links = Links(settings.incarnation, settings.limits)
+    name = member_name(settings.incarnation, meeting.place.dp_rank, meeting.place.member)
+    links = Links(name, limits)
     poker = Poker()
     # Which way pages travel is agreed order by order; a worker that moves nothing fits only one that moves nothing.
     text = fingerprint({**engine.fingerprint_fields, "protocol": PROTOCOL_VERSION, "moves_kv": backend != "fake"})
+    meeting.gather()
     materials = Materials(
         settings=settings,
         engine=engine,
         links=links,
         poker=poker,
-        layout=_layout(engine),
+        parallel=settings.parallel,
+        place=meeting.place,
+        layout=engine.layout,
+        pages=meeting.least(engine.pool.pages),
         fingerprint=text,
-        incarnation=settings.incarnation,
+        incarnation=name,
         backend=backend,
     )
     parts = build(materials)
-    compute = Compute(engine.runner, poker, now_ms)
-    driver = Driver(
-        core=parts.core,
-        side=parts.side,
-        links=links,
-        app=app,
-        compute=compute,
-        poker=poker,
-        group=SoloGroup(),
-        gate=GateArgs(backend=backend),
-        limits=settings.limits,
-        gauges=Gauges(settings.rank),
-    )
-    app.send(TO_APP.encode(_ready(settings, engine, parts, text, time.monotonic() - began)))
-    log.info("rank.ready", pages=engine.pool.pages, load_seconds=round(time.monotonic() - began, 2))
+    compute = Compute(engine.runner, poker.computed, now_ms)
+    loop = _loop(materials, parts, meeting, compute, app)
+    app.send(TO_APP.encode(_ready(materials, parts, time.monotonic() - began)))
+    log.info("rank.ready", pages=materials.pages, load_seconds=round(time.monotonic() - began, 2))
     try:
-        driver.run()
+        loop.run()
     finally:
         parts.side.attempts.close()
         links.close()
         compute.close(CLOSE_TIMEOUT_S)
         engine.close()
+        meeting.close()
+
+
+def _loop(
+    materials: Materials, parts: Parts, meeting: Meeting, compute: Compute, app: "zmq.Socket[bytes]"
+) -> LeaderLoop | MemberLoop:
+    settings, place = materials.settings, materials.place
+    gauges = Gauges(settings.rank)
+    wiring = Wiring(
+        core=parts.core,
+        poker=materials.poker,
+        limits=settings.limits,
+        gauges=gauges,
+        parallel=settings.parallel,
+        place=place,
+    )
+
+    def report(seen: Report) -> None:
+        if isinstance(loop, LeaderLoop):
+            loop.take_report(seen)
+        else:
+            meeting.note(seen)
+
+    reach = Reach(
+        side=parts.side,
+        links=materials.links,
+        app=app,
+        compute=compute,
+        groups=meeting.groups,
+        gate=GateArgs(backend=materials.backend),
+        leads=place.leads,
+        report=report,
+    )
+    loop: LeaderLoop | MemberLoop
+    if place.leads:
+        loop = LeaderLoop(wiring, reach, meeting.leader, meeting.rounds)
+    else:
+        assert meeting.member is not None
+        loop = MemberLoop(wiring, reach, meeting.member)
+    return loop
 
 
 def _settle(settings: RankSettings) -> None:
@@ -202,27 +261,15 @@ def _backend(transfer: str) -> str:
     raise EngineError(f"transfer backend {transfer!r} is not available here: use --transfer auto, shm or tcp")
 
 
-def _layout(engine: Engine) -> Layout:
-    shape = engine.pool.shape
-    return Layout(
-        page_tokens=shape.page_tokens,
-        first_layer=0,
-        end_layer=shape.layers,
-        first_head=0,
-        end_head=shape.kv_heads,
-        head_dim=shape.head_dim,
-        element_bytes=shape.dtype.itemsize,
-    )
-
-
-def _ready(settings: RankSettings, engine: Engine, parts: Parts, text: str, load_seconds: float) -> RankReady:
+def _ready(materials: Materials, parts: Parts, load_seconds: float) -> RankReady:
+    settings, engine = materials.settings, materials.engine
     return RankReady(
         rank=settings.rank,
         pid=os.getpid(),
         rank_host=settings.advertise_host,
         rank_port=parts.control_port,
-        fingerprint=text,
-        kv_pages=engine.pool.pages,
+        fingerprint=materials.fingerprint,
+        kv_pages=materials.pages,
         page_tokens=engine.pool.shape.page_tokens,
         kv_bytes=engine.pool.pages * engine.pool.page_bytes,
         context_tokens=engine.context_tokens,

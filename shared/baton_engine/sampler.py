@@ -1,6 +1,6 @@
 """Drawing tokens: greedy, or by one counter-based uniform number a token.
 
-The uniform number is a pure function of (seed, sample index, output index). So stopping, retrying, migrating to another
+The uniform number is a pure function of (seed, sample index, output position). So stopping, retrying, migrating to another
 worker and splitting a model over ranks need no generator state, and a batch's other members change nothing.
 
 Filters follow SGLang: temperature, then top-k, top-p and min-p over the probabilities of the *whole* vocabulary; a token
@@ -47,8 +47,8 @@ def sample(logits: Tensor, slices: Sequence[SequenceSlice]) -> list[int]:
 
 
 def uniform(sampling: Sampling, output_index: int) -> float:
-    """The random number in [0, 1) behind output `output_index` of a sample. Pure; 53 bits."""
-    counter = _COUNTER.pack(sampling.seed, sampling.sample_index, output_index)
+    """The random number in [0, 1) behind output `output_index` of this worker's share of a sample. Pure; 53 bits."""
+    counter = _COUNTER.pack(sampling.seed, sampling.sample_index, sampling.output_offset + output_index)
     return (int.from_bytes(hashlib.blake2b(counter, digest_size=8).digest(), "little") >> 11) / 2**53
 
 

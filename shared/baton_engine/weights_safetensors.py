@@ -11,7 +11,8 @@ from torch import Tensor
 
 from baton_core.errors import EngineError
 from baton_engine.config_huggingface import read_config
-from baton_engine.model_files import ModelIdentity, Progress, weight_revision
+from baton_engine.model_files import ModelIdentity, Progress, check_cut, weight_revision
+from baton_engine.shard import WHOLE, Cut, Shard
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -40,16 +41,19 @@ class HuggingFaceFolder:
         self._files = _weight_files(folder)  # in the order of their names
         self._kinds = self._check()
 
-    def weights(self, dtype: torch.dtype, progress: Progress) -> dict[str, Tensor]:
-        """Every weight as `dtype` on the CPU, in memory of its own: the files may change once this returns."""
+    def weights(self, dtype: torch.dtype, progress: Progress, shard: Shard | None = None) -> dict[str, Tensor]:
+        """Every weight that `shard` holds, as `dtype` on the CPU, in memory of its own: the files may change once this
+        returns."""
         weights: dict[str, Tensor] = {}
-        total = sum(self._kinds.values())
+        done, total = 0, sum(self._kinds.values())
         for path in self._files:
             with _opened(path) as file:
                 for name in file.keys():  # noqa: SIM118 - it is not a dict
-                    progress("weights", len(weights), total)
-                    if self._is_used(name):
-                        weights[name] = file.get_tensor(name).to(dtype, copy=True)
+                    progress("weights", done, total)
+                    done += 1
+                    cut = WHOLE if shard is None else shard.cut(name)
+                    if cut is not None and self._is_used(name):
+                        weights[name] = _part(file, name, cut).to(dtype, copy=True)
         progress("weights", total, total)
         return weights
 
@@ -108,6 +112,18 @@ def _opened(path: Path) -> safe_open:
         return safe_open(path, framework="pt", device="cpu")
     except (OSError, SafetensorError) as error:
         raise EngineError(f"model file {path} cannot be read: {error}") from error
+
+
+def _part(file: safe_open, name: str, cut: Cut) -> Tensor:
+    """What `cut` keeps of a tensor; nothing else of it is read."""
+    if cut is WHOLE:
+        whole: Tensor = file.get_tensor(name)  # type: ignore[no-untyped-call]
+        return whole
+    stored = file.get_slice(name)  # type: ignore[no-untyped-call]
+    kept = slice(cut.kept.start, cut.kept.stop)
+    check_cut(name, stored.get_shape(), cut)
+    part: Tensor = stored[kept] if cut.dimension == 0 else stored[:, kept]
+    return part
 
 
 def _header_bytes(path: Path) -> int:

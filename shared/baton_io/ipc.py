@@ -1,13 +1,14 @@
 """What an app process and its scheduler ranks say to each other, over one ipc socket pair per rank.
 
-The app is torch-free and owns HTTP, the tokenizer and the registry; the leader rank owns the core. App to rank: the
-core's own inputs, plus a few queries. Rank to app: batches of tokens, look-ups, readiness, snapshots.
+The app is torch-free and owns HTTP, the tokenizer and the registry. App to the leader of a unit: the core's own inputs;
+to any rank: `Ping` and `Stop`. Leader to app: batches of tokens, look-ups, rooms to register. Any rank to app: readiness,
+snapshots, last words.
 """
 
 from dataclasses import dataclass, field
 
 from baton_core import events
-from baton_core.effects import Emit, LookUp
+from baton_core.effects import Emit, LookUp, RegisterRank
 from baton_core.request import Incarnation
 from baton_io.codec import Codec
 
@@ -64,6 +65,13 @@ class LookUps:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RegisterRanks:
+    """Rank to app (prefill): decode cannot know on which DP rank these rooms run; tell the registries."""
+
+    rooms: tuple[RegisterRank, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PeersLost:
     """Rank to app: conversations with these workers ended; what is cached about them is stale."""
 
@@ -109,5 +117,16 @@ TO_RANK = Codec(
 )
 """Codec of the app-to-rank direction."""
 
-TO_APP = Codec({1: RankReady, 2: LoadProgress, 3: Emits, 4: LookUps, 5: Snapshot, 6: RankFailed, 7: PeersLost})
+TO_APP = Codec(
+    {
+        1: RankReady,
+        2: LoadProgress,
+        3: Emits,
+        4: LookUps,
+        5: Snapshot,
+        6: RankFailed,
+        7: PeersLost,
+        8: RegisterRanks,
+    }
+)
 """Codec of the rank-to-app direction."""

@@ -84,6 +84,7 @@ class RoomQuery:
         self._session = session
         self._call_ms = call_ms
         self._waiting: dict[asyncio.Future[int], Room] = {}
+        self._fallbacks: dict[asyncio.Future[int], int] = {}
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -91,16 +92,22 @@ class RoomQuery:
         """Whether nobody waits."""
         return not self._waiting
 
-    async def dp_rank(self, room: Room) -> int:
-        """The DP rank of this room, as soon as the registry knows it. Raises RegistryError."""
+    async def dp_rank(self, room: Room, fallback: int | None = None) -> int:
+        """The DP rank of this room, as soon as the registry knows it; `fallback` if it does not know it at once.
+
+        Raises RegistryError.
+        """
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting[answer] = room
+        if fallback is not None:
+            self._fallbacks[answer] = fallback
         if self._task is None or self._task.done():
             self._task = asyncio.ensure_future(self._ask_while_anybody_waits())
         try:
             return await answer
         finally:
             self._waiting.pop(answer, None)
+            self._fallbacks.pop(answer, None)
 
     async def _ask_while_anybody_waits(self) -> None:
         while self._waiting:
@@ -114,6 +121,8 @@ class RoomQuery:
             for answer, room in asked:
                 if room in ranks:
                     self._finish(answer, ranks[room])
+                elif answer in self._fallbacks:
+                    self._finish(answer, self._fallbacks[answer])
                 elif answer in self._waiting:
                     # To the end, so that rooms beyond the first question get their turn.
                     self._waiting[answer] = self._waiting.pop(answer)

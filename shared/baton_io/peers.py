@@ -2,10 +2,11 @@
 
     LookUp ──> _setup_bootstrap_infos ──> Resolved(infos) | LookupFailed(verdict)
                  │  topology   GET /route with four −1           cached by (registry, instance)
-                 │  DP rank    in the request, or the only one, or room mod dp_size, or POST /query_dp_ranks
+                 │  DP rank    _resolve_prefill_dp_rank, or where that does not know, POST /query_dp_ranks
                  └  endpoints  GET /route, all ranks at once     cached by (registry, instance, DP rank), complete only
 
-Look-ups of the same thing share one fetch. What is cached outlives the registry: an entry goes only when the link to
+Infos name a unit by its leader (`ranks.member_name`), with its endpoints in the order of members. Look-ups of the same
+thing share one fetch. What is cached outlives the registry: an entry goes only when the link to
 that life is lost or refused (`forget`). So a registry may die without failing the pairs that know each other.
 """
 
@@ -18,10 +19,12 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from baton_core.decode.resolve import _resolve_prefill_dp_rank
 from baton_core.effects import LookUp
 from baton_core.errors import BatonError, ClientError, Reason, Verdict
 from baton_core.events import BootstrapInfos, LookupFailed, RankEndpoint, Resolved
 from baton_core.limits import Limits, Millis
+from baton_core.ranks import member_name, worker_of
 from baton_core.registration import Endpoint, Layout, RankKey, parse_endpoint, parse_topology, synthetic_incarnation
 from baton_core.request import FAKE_HOST, Bootstrap, Incarnation, Room
 from baton_io.lookups import RETRY_PAUSE_MS, RoomQuery, SharedCache
@@ -71,8 +74,10 @@ class Handshake:
 class Peers:
     """Prefill workers as decode knows them. One object per decode app, on one event loop."""
 
-    def __init__(self, session: aiohttp.ClientSession, limits: Limits) -> None:
+    def __init__(self, session: aiohttp.ClientSession, limits: Limits, *, forced: bool = False) -> None:
+        """`forced`: ask for the DP rank of every room (BATON_FORCE_QUERY_PREFILL_DP_RANK)."""
         self._session = session
+        self._forced = forced
         self._lookup_ms = limits.lookup_ms
         self._topologies: SharedCache[Address, Topology] = SharedCache(TOPOLOGIES_MAX, limits.lookup_ms)
         self._units: SharedCache[tuple[str, str | None, int], BootstrapInfos] = SharedCache(UNITS_MAX, limits.lookup_ms)
@@ -87,11 +92,12 @@ class Peers:
             return LookupFailed(rid=lookup.rid, verdict=handshake.failure)
         return Resolved(rid=lookup.rid, infos=handshake.infos)
 
-    def forget(self, incarnation: Incarnation) -> None:
-        """The link to this life was lost or refused: the next look-up asks the registry again."""
-        for url, instance, _ in self._units.drop_where(lambda infos: infos.incarnation == incarnation):
+    def forget(self, peer: Incarnation) -> None:
+        """The link to a rank of this life was lost or refused: the next look-up asks the registry again."""
+        life = worker_of(peer)
+        for url, instance, _ in self._units.drop_where(lambda infos: worker_of(infos.incarnation) == life):
             self._topologies.drop((url, instance))
-        self._topologies.drop_where(lambda topology: topology.incarnation == incarnation)
+        self._topologies.drop_where(lambda topology: topology.incarnation == life)
 
     # -- one look-up
 
@@ -113,14 +119,14 @@ class Peers:
 
     async def _infos(self, address: Address, bootstrap: Bootstrap, handshake: Handshake) -> BootstrapInfos:
         topology = await self._topology(address)
-        dp_rank = _dp_rank_without_asking(bootstrap, topology.layout)
+        dp_rank = _resolve_prefill_dp_rank(bootstrap, topology.layout, force_query=self._forced)
         if dp_rank is None:
             handshake.waiting_for = f"the DP rank of room {bootstrap.room}"
-            dp_rank = await self._ask_dp_rank(address, bootstrap.room)
+            dp_rank = await self._ask_dp_rank(address, bootstrap.room, topology.layout)
             _check_dp_rank(dp_rank, topology.layout, f"registry {address[0]} says that room {bootstrap.room} runs on")
         handshake.waiting_for = f"the addresses of DP rank {dp_rank}"
         infos = await self._unit(address, topology, dp_rank)
-        if topology.incarnation in (None, infos.incarnation):
+        if topology.incarnation in (None, worker_of(infos.incarnation)):
             return infos
         # The worker restarted between the two answers, and its layout may be another: once more, from the start.
         self._topologies.drop(address)
@@ -135,12 +141,15 @@ class Peers:
     async def _unit(self, address: Address, topology: Topology, dp_rank: int) -> BootstrapInfos:
         return await self._units.get((*address, dp_rank), lambda: self._fetch_unit(address, topology.layout, dp_rank))
 
-    async def _ask_dp_rank(self, address: Address, room: Room) -> int:
+    async def _ask_dp_rank(self, address: Address, room: Room, layout: Layout) -> int:
         query = self._rooms.get(address)
         if query is None:
             query = self._rooms[address] = RoomQuery(address[0], address[1], self._session, self._lookup_ms)
+        # Only this side was told to ask. Prefill follows and registers nothing: what the registry does not know at once
+        # runs where the room says, or has failed there.
+        fallback = room % layout.dp_size if layout.follow_bootstrap_room else None
         try:
-            return await query.dp_rank(room)
+            return await query.dp_rank(room, fallback)
         finally:
             if query.idle and self._rooms.get(address) is query:
                 del self._rooms[address]
@@ -172,8 +181,9 @@ class Peers:
         lives = sorted({life or "" for _, life in found})
         if len(lives) > 1:
             raise RegistryError(f"{address[0]}: the worker restarted during the look-up ({' then '.join(lives)})")
+        life = lives[0] or synthetic_incarnation(endpoint for endpoint, _ in found)
         return BootstrapInfos(
-            incarnation=lives[0] or synthetic_incarnation(endpoint for endpoint, _ in found),
+            incarnation=member_name(life, dp_rank, 0),
             dp_rank=dp_rank,
             endpoints=tuple(
                 RankEndpoint(host=endpoint.rank_ip, port=endpoint.rank_port, cp_rank=cp, tp_rank=tp, pp_rank=pp)
@@ -205,16 +215,6 @@ class Peers:
 def _lookup_failed(what: str, cause: str) -> Verdict:
     advice = "check that the prefill worker runs and is registered there, and bootstrap_host and bootstrap_port"
     return Verdict(reason=Reason.LOOKUP_FAILED, text="; ".join(part for part in (what, cause, advice) if part))
-
-
-def _dp_rank_without_asking(bootstrap: Bootstrap, layout: Layout) -> int | None:
-    """The prefill DP rank of this room where no registry need be asked. Raises ClientError for an impossible one."""
-    if bootstrap.prefill_dp_rank is not None:
-        _check_dp_rank(bootstrap.prefill_dp_rank, layout, "disagg_prefill_dp_rank is")
-        return bootstrap.prefill_dp_rank
-    if layout.dp_size == 1:
-        return 0
-    return bootstrap.room % layout.dp_size if layout.follow_bootstrap_room else None
 
 
 def _check_dp_rank(dp_rank: int, layout: Layout, who: str) -> None:

@@ -10,9 +10,10 @@ a renewal, or under another incarnation; then every rank and every open room is 
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 from urllib.parse import quote
 
 import aiohttp
@@ -20,33 +21,15 @@ import structlog
 
 from baton_core.errors import Overloaded
 from baton_core.events import RankEndpoint
-from baton_core.limits import Millis
+from baton_core.limits import Millis, RegistrarLimits
 from baton_core.registration import Endpoint, Layout, RankRegistration, registration_body
 from baton_core.request import Incarnation, Room
-from baton_io.registry_client import REGISTRY_INCARNATION, RegistryError, Reply, call
+from baton_io.registry_client import REGISTRY_INCARNATION, RegistryError, Reply, address_of, call
 
 log = structlog.get_logger()
 
-ROOMS_PER_TURN = 256
-"""Rooms registered before the lease is looked at again, so that many rooms cannot let it run out."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegistrarLimits:
-    """Times and bounds of registering. Raises ValueError when a value is not positive."""
-
-    lease_ms: Millis = 10_000  # renewed three times in this time
-    call_ms: Millis = 1_500  # one HTTP call; longer than a registry's probe of the worker we supersede
-    retry_first_ms: Millis = 100  # pause after a failure, doubled each time …
-    retry_max_ms: Millis = 2_000  # … up to this; attempts never end
-    room_renew_ms: Millis = 40_000  # an open room is registered again; registries keep rooms for 120 s
-    rooms_max: int = 65_536  # open rooms; more: `Overloaded`
-    deregister_ms: Millis = 1_000  # all registries together, at shutdown
-
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+ROOMS_PER_CALL = 1_024
+"""Rooms in one call; a registry reads bodies of at most 64 KiB. Between calls the lease is looked at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +51,8 @@ class Registration:
         if len(keys) != self.layout.ranks_total or len(self.ranks) != len(keys):
             raise ValueError(f"a layout of {self.layout.ranks_total} ranks needs each once, not {len(self.ranks)}")
 
-    def bodies(self, lease_ms: Millis) -> list[dict[str, object]]:
-        """The PUT `/route` body of every rank."""
+    def bodies(self, lease_ms: Millis, lost: Container[int] = ()) -> list[dict[str, object]]:
+        """The PUT `/route` body of every rank, but for those of DP ranks that are `lost`."""
         return [
             registration_body(
                 RankRegistration(
@@ -90,13 +73,23 @@ class Registration:
                 )
             )
             for dp_rank, rank in self.ranks
+            if dp_rank not in lost
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """An open room: its DP rank, and the registries that are told."""
+
+    dp_rank: int
+    urls: tuple[str, ...]
 
 
 class Registrar:
     """Registers one worker at every registry. `run` until cancelled, then `deregister`.
 
-    `clock` is any monotonic clock; `jitter` draws from 0 to 1 and spreads the retries of many workers.
+    `aliases` are other base URLs of a registry, by which a request may name it. `clock` is any monotonic clock;
+    `jitter` draws from 0 to 1 and spreads the retries of many workers.
     """
 
     def __init__(
@@ -109,12 +102,17 @@ class Registrar:
         *,
         jitter: Callable[[], float],
         token: str | None = None,
+        aliases: Mapping[str, str] | None = None,
     ) -> None:
         self._limits = limits
-        self._rooms: dict[Room, int] = {}
+        self._rooms: dict[Room, _Room] = {}
+        self._lost: dict[int, None] = {}  # DP ranks that are over
         urls = dict.fromkeys(url.rstrip("/") for url in registries)  # each once, in order
+        self._urls = {address_of(url): url for url in urls}
+        self._urls |= {address_of(alias): url.rstrip("/") for alias, url in (aliases or {}).items()}
         self._links = [
-            _Link(url, registration, self._rooms, session, limits, clock, jitter=jitter, token=token) for url in urls
+            _Link(url, registration, self._rooms, self._lost, session, limits, clock, jitter=jitter, token=token)
+            for url in urls
         ]
 
     async def run(self) -> None:
@@ -134,19 +132,31 @@ class Registrar:
         """For `/ready`: per registry, how registration stands and since when."""
         return {link.url: link.status() for link in self._links}
 
-    def open_room(self, room: Room, dp_rank: int) -> None:
-        """This room runs on this DP rank: tell every registry until `close_room`. Raises Overloaded when full."""
+    def open_room(self, room: Room, dp_rank: int, registry: str | None = None) -> None:
+        """This room runs on this DP rank: tell until `close_room`, at `registry` if that is one of ours, else everywhere.
+
+        Raises Overloaded when full.
+        """
         if room not in self._rooms and len(self._rooms) >= self._limits.rooms_max:
             raise Overloaded(f"{self._limits.rooms_max} rooms are open on this prefill worker (rooms_max)")
-        self._rooms[room] = dp_rank
+        named = None if registry is None else self._urls.get(address_of(registry))
+        urls = tuple(link.url for link in self._links) if named is None else (named,)
+        self._rooms[room] = _Room(dp_rank, urls)
         for link in self._links:
-            link.announce(room)
+            if link.url in urls:
+                link.announce(room, dp_rank)
 
     def close_room(self, room: Room) -> None:
-        """The room is over: registries forget it by themselves."""
+        """The room is over: it is told once if it was not yet, and registries forget it by themselves."""
         self._rooms.pop(room, None)
         for link in self._links:
             link.withdraw(room)
+
+    def lose_unit(self, dp_rank: int) -> None:
+        """A DP rank is over while the others serve on: its ranks leave every registry."""
+        self._lost[dp_rank] = None
+        for link in self._links:
+            link.lose_unit(dp_rank)
 
     async def deregister(self) -> None:
         """Leave every registry, within one limit in all; a registry that does not answer lets the lease run out."""
@@ -169,7 +179,8 @@ class _Link:
         self,
         url: str,
         registration: Registration,
-        rooms: dict[Room, int],
+        rooms: dict[Room, _Room],
+        lost: dict[int, None],
         session: aiohttp.ClientSession,
         limits: RegistrarLimits,
         clock: Callable[[], Millis],
@@ -180,7 +191,8 @@ class _Link:
         self.url = url
         self.state = State.NEW
         self._registration = registration
-        self._rooms = rooms  # shared with the registrar: the rooms that are open
+        self._rooms = rooms  # shared with the registrar: the rooms that are open …
+        self._lost = lost  # … and the DP ranks that are over
         self._session = session
         self._limits = limits
         self._clock = clock
@@ -191,8 +203,9 @@ class _Link:
         self._problem = ""
         self._renew_due_ms: Millis = 0
         # Ordered dictionaries, because both are consumed from the front.
-        self._unannounced: OrderedDict[Room, None] = OrderedDict()
+        self._unannounced: OrderedDict[Room, int] = OrderedDict()
         self._room_due_ms: OrderedDict[Room, Millis] = OrderedDict()  # oldest first: every room waits equally long
+        self._leaving: dict[int, None] = {}  # DP ranks that the registry must be told to forget
         self._wake = asyncio.Event()
 
     def status(self) -> str:
@@ -200,15 +213,21 @@ class _Link:
         seconds = (self._clock() - self._since_ms) / 1000
         return f"{self.state.value} for {seconds:.1f} s" + (f": {self._problem}" if self._problem else "")
 
-    def announce(self, room: Room) -> None:
+    def announce(self, room: Room, dp_rank: int) -> None:
         """Register this room as soon as possible."""
-        self._unannounced[room] = None
+        self._unannounced[room] = dp_rank
+        if len(self._unannounced) > self._limits.rooms_max:  # a registry that is long gone
+            self._unannounced.popitem(last=False)
         self._wake.set()
 
     def withdraw(self, room: Room) -> None:
         """Renew this room no more."""
-        self._unannounced.pop(room, None)
         self._room_due_ms.pop(room, None)
+
+    def lose_unit(self, dp_rank: int) -> None:
+        """Take the ranks of this DP rank out as soon as possible."""
+        self._leaving[dp_rank] = None
+        self._wake.set()
 
     async def run(self) -> None:
         """For ever: do what is due, then wait for what is due next; pause longer after each failure."""
@@ -247,10 +266,12 @@ class _Link:
             await self._register()
         elif self._clock() >= self._renew_due_ms:
             await self._renew()
+        while self._leaving:
+            await self._leave(next(iter(self._leaving)))
         await self._announce_rooms()
 
     async def _register(self) -> None:
-        for body in self._registration.bodies(self._limits.lease_ms):
+        for body in self._registration.bodies(self._limits.lease_ms, self._lost):
             reply = await self._call("PUT", "/route", body=body)
             if reply.status != 200:
                 if 400 <= reply.status < 500:
@@ -258,7 +279,10 @@ class _Link:
                 raise RegistryError(f"{reply.url} answered {reply.status}: {reply.text}")
             self._registry_incarnation = reply.headers.get(REGISTRY_INCARNATION)
         self._renew_due_ms = self._clock() + self._limits.lease_ms // 3
-        self._unannounced = OrderedDict.fromkeys(self._rooms)
+        self._leaving |= self._lost
+        for room, one in self._rooms.items():
+            if self.url in one.urls:
+                self._unannounced[room] = one.dp_rank
         self._problem = ""
         self._move(State.REGISTERED)
         ranks = len(self._registration.ranks)
@@ -277,33 +301,45 @@ class _Link:
         else:
             raise RegistryError(f"{reply.url} answered {reply.status}: {reply.text}")
 
+    async def _leave(self, dp_rank: int) -> None:
+        path = f"/v1/instances/{quote(self._registration.instance, safe='')}"
+        params = {"incarnation": self._registration.incarnation, "dp_rank": str(dp_rank)}
+        reply = await self._call("DELETE", path, params=params)
+        self._leaving.pop(dp_rank, None)
+        if reply.status == 200:
+            log.info("registrar.unit_left", registry=self.url, dp_rank=dp_rank)
+        else:
+            log.warning("registrar.unit_not_left", registry=self.url, dp_rank=dp_rank, cause=reply.text)
+
     async def _announce_rooms(self) -> None:
         now = self._clock()
         while self._room_due_ms and next(iter(self._room_due_ms.values())) <= now:
             room, _ = self._room_due_ms.popitem(last=False)
-            self._unannounced[room] = None
-        for _ in range(min(ROOMS_PER_TURN, len(self._unannounced))):
-            if not self._unannounced:  # withdrawn meanwhile
-                return
-            room = next(iter(self._unannounced))
-            dp_rank = self._rooms.get(room)
-            if dp_rank is not None:
-                await self._announce_room(room, dp_rank)
-            if self._rooms.get(room) == dp_rank:  # else it was opened anew meanwhile
-                self._unannounced.pop(room, None)
-
-    async def _announce_room(self, room: Room, dp_rank: int) -> None:
-        body = {"bootstrap_room": room, "dp_rank": dp_rank, "instance": self._registration.instance}
+            self._unannounced[room] = self._rooms[room].dp_rank
+        plain = self._registry_incarnation is None  # SGLang's own registry takes one room a call
+        told = dict(islice(self._unannounced.items(), 1 if plain else ROOMS_PER_CALL))
+        if not told:
+            return
+        ranks: dict[str, object] = {"dp_ranks": {str(room): dp_rank for room, dp_rank in told.items()}}
+        if plain:
+            ranks = {"bootstrap_room": next(iter(told)), "dp_rank": next(iter(told.values()))}
+        body = {"instance": self._registration.instance} | ranks
         reply = await self._call("POST", "/register_dp_rank", body=body)
+        if reply.headers.get(REGISTRY_INCARNATION) != self._registry_incarnation:
+            self._move(State.LOST)  # it knows these rooms now, but neither the ranks nor the other rooms
+            return
         if reply.status != 200:
-            # This room alone is in trouble; it is tried again when it is due.
-            log.warning("registrar.room_refused", registry=self.url, room=room, status=reply.status, cause=reply.text)
-        if room in self._rooms:
-            self._room_due_ms[room] = self._clock() + self._limits.room_renew_ms
-            self._room_due_ms.move_to_end(room)
+            # These rooms alone are in trouble; they are tried again when they are due.
+            log.warning("registrar.rooms_refused", registry=self.url, status=reply.status, cause=reply.text)
+        for room, dp_rank in told.items():
+            if self._unannounced.get(room) == dp_rank:  # else it was opened anew meanwhile
+                del self._unannounced[room]
+            if room in self._rooms:
+                self._room_due_ms[room] = self._clock() + self._limits.room_renew_ms
+                self._room_due_ms.move_to_end(room)
 
     async def _wait(self) -> None:
-        if self._unannounced:
+        if self._unannounced or self._leaving or self.state is not State.REGISTERED:
             return
         due_ms = min([self._renew_due_ms, *list(self._room_due_ms.values())[:1]])
         try:

@@ -3,6 +3,7 @@
 import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -56,6 +57,13 @@ def url_of(host: str, port: int) -> str:
     """Base URL of an HTTP server; IPv6 addresses get their brackets."""
     bare = host.strip("[]")
     return f"http://[{bare}]:{port}" if ":" in bare else f"http://{bare}:{port}"
+
+
+def address_of(url: str) -> tuple[str, int | None]:
+    """Host and port of a server, by which two URLs of it are the same."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    return "loopback" if is_loopback(host) else host, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
 
 
 def is_loopback(host: str) -> bool:

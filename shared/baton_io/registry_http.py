@@ -66,6 +66,12 @@ def integer_of(name: bytes, raw: bytes) -> int:
         raise ClientError(f"{name.decode()} must be an integer, not {raw[:80].decode('utf-8', 'replace')!r}") from error
 
 
+def dp_rank_of(call: Call) -> int | None:
+    """The query parameter `dp_rank`. Raises ClientError."""
+    value = parse_query(call.query).get(b"dp_rank")
+    return integer_of(b"dp_rank", value) if value else None
+
+
 def incarnation_of(call: Call) -> Incarnation | None:
     """The query parameter `incarnation`."""
     value = parse_query(call.query).get(b"incarnation")
@@ -99,6 +105,22 @@ def integer_field(body: Mapping[str, object], name: str) -> int:
             f"{name} is missing" if name not in body else f"{name} must be an integer, not {value!r}"[:200]
         )
     return value
+
+
+def rooms_field(body: Mapping[str, object]) -> list[tuple[int, int]]:
+    """(room, DP rank) of one `bootstrap_room` and `dp_rank`, as SGLang sends it, or of each in `dp_ranks`.
+
+    Raises ClientError naming what is wrong.
+    """
+    many = body.get("dp_ranks")
+    if many is None:
+        return [(integer_field(body, "bootstrap_room"), integer_field(body, "dp_rank"))]
+    if not isinstance(many, dict):
+        raise ClientError(f"dp_ranks must be an object from room to DP rank, not {type(many).__name__}")
+    return [
+        (integer_field({"bootstrap_room": room}, "bootstrap_room"), integer_field({"dp_rank": rank}, "dp_rank"))
+        for room, rank in many.items()
+    ]
 
 
 def instance_field(body: Mapping[str, object]) -> str | None:

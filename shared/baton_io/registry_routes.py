@@ -27,6 +27,7 @@ from baton_io.registry_http import (
     BODY_BYTES_MAX,
     Answer,
     Call,
+    dp_rank_of,
     incarnation_of,
     instance_field,
     integer_field,
@@ -35,6 +36,7 @@ from baton_io.registry_http import (
     object_of,
     parse_query,
     read_body,
+    rooms_field,
 )
 
 log = structlog.get_logger()
@@ -147,10 +149,11 @@ class RegistryRoutes:
                 return Answer(200, b"OK", about=outcome.instance)
 
     async def register_dp_rank(self, call: Call) -> Answer:
-        """POST /register_dp_rank: a room runs on a rank."""
+        """POST /register_dp_rank: a room runs on a rank; ours also tell many at once (`dp_ranks`)."""
         body = object_of(call.body)
-        room, dp_rank = (integer_field(body, name) for name in ("bootstrap_room", "dp_rank"))
-        refused = self.table.put_room(room, dp_rank, instance_field(body), self._clock())
+        instance, now = instance_field(body), self._clock()
+        told = [self.table.put_room(room, dp_rank, instance, now) for room, dp_rank in rooms_field(body)]
+        refused = next((one for one in told if one is not None), None)
         return Answer(200, b"OK") if refused is None else _refuse(refused)
 
     async def query_dp_ranks(self, call: Call) -> Answer:
@@ -185,8 +188,12 @@ class RegistryRoutes:
         return _refuse(outcome) if isinstance(outcome, Refused) else Answer(200, b"OK", about=outcome)
 
     async def deregister(self, call: Call) -> Answer:
-        """DELETE /v1/instances/{instance}?incarnation=: the worker leaves."""
-        outcome = self.table.deregister(call.path["instance"], incarnation_of(call), self._clock())
+        """DELETE /v1/instances/{instance}?incarnation=: the worker leaves; with `dp_rank=` only that DP rank of it."""
+        name, life, now, dp_rank = call.path["instance"], incarnation_of(call), self._clock(), dp_rank_of(call)
+        if dp_rank is None:
+            outcome = self.table.deregister(name, life, now)
+        else:
+            outcome = self.table.deregister_unit(name, life, dp_rank, now)
         return _refuse(outcome) if isinstance(outcome, Refused) else Answer(200, b"OK", about=outcome)
 
     # -- inside

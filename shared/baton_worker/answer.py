@@ -34,8 +34,10 @@ class Answer:
         skip_special: bool,
         keep_stop: bool,
         judged: bool = False,
+        created: int = 0,
     ) -> None:
         self.rid = rid
+        self.created = created
         self.prompt = prompt
         self.output_ids: list[int] = []
         self.output_logprobs: list[TokenLogprob] = []
@@ -43,7 +45,9 @@ class Answer:
         # How many characters are decoded before each of `output_ids`: more than `text` has, where a stop string was cut.
         self.text_starts: list[int] = []
         self.cached_tokens = 0
+        self.dp_rank = 0  # the unit that answers
         self.ending: Ending | None = None
+        self._is_resumed = False
         self._judged = judged
         self._decoded_chars = 0
         self._visible_chars = 0
@@ -77,9 +81,15 @@ class Answer:
         verdict = None if self.ending is None else self.ending.verdict
         return None if verdict is None or verdict.reason is Reason.ABORTED else verdict
 
+    def resume(self, cached_tokens: int) -> None:
+        """From now on the scheduler has tokens of this answer in its prompt: what it has cached of them is not news."""
+        self.cached_tokens = cached_tokens
+        self._is_resumed = True
+
     def feed(self, delivery: Delivery) -> str:
         """Take in what the scheduler delivered; the text that became visible. Sets `ending` at the end."""
-        self.cached_tokens = max(self.cached_tokens, delivery.cached_tokens)
+        if not self._is_resumed:
+            self.cached_tokens = max(self.cached_tokens, delivery.cached_tokens)
         self.prompt_logprobs += delivery.prompt_logprobs
         shown: list[str] = []
         for index, token in enumerate(delivery.tokens):

@@ -7,13 +7,17 @@ line of JSON on a rank's stdin, so that a rank reads neither flags nor environme
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
+from urllib.parse import urlsplit
 
 from baton_core.limits import Limits
+from baton_core.ranks import Parallel, share
+from baton_core.registration import FOLLOW
 from baton_io.config import option
 
 DtypeName = Literal["bfloat16", "float32"]
-DeviceName = Literal["cpu", "cuda"]
 TransferName = Literal["auto", "tcp", "shm", "fake"]
+ControlName = Literal["auto", "gloo", "shm"]
+BalanceMethod = Literal["follow_bootstrap_room", "round_robin", "least_load"]
 LogFormat = Literal["console", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -47,8 +51,25 @@ class WorkerConfig:
     bootstrap_allow: tuple[str, ...] = option((), "more bootstrap hosts that requests may name")
     page_tokens: int = option(16, "tokens in one KV page")
     kv_tokens: int = option(32_768, "tokens the KV pool holds")
+    tp: int = option(1, "tensor-parallel ranks of one stage of one unit")
+    pp: int = option(1, "pipeline stages of one unit")
+    dp: int = option(1, "units: attention-DP ranks, each with a KV pool and requests of its own")
+    cp: int = option(1, "context-parallel ranks of one stage, which share the tokens of a prompt (prefill only)")
+    dp_attention: bool = option(False, "shard the layers outside attention over dp * tp, all units in step")
+    load_balance_method: Literal["follow_bootstrap_room", "round_robin", "least_load"] = option(
+        "round_robin", "which unit takes a request that names none (routed_dp_rank)"
+    )
+    force_query_prefill_dp_rank: bool = option(
+        False, "prefill registers the DP rank of every room, decode asks the registry for it"
+    )
+    nnodes: int = option(1, "machines that this worker's ranks are spread over, in equal shares")
+    node_rank: int = option(0, "which of them this is; node 0 has the HTTP API")
+    dist_init_addr: str | None = option(None, "host:port of node 0 where the ranks of several nodes meet")
+    control: Literal["auto", "gloo", "shm"] = option(
+        "auto", "how the ranks of a unit agree; auto: shared memory on one host, else gloo"
+    )
     threads: int = option(0, "compute threads of one rank; 0 takes one for each of its cores")
-    cores: str = option("", "cores for the rank process, such as 0-3,6; all by default")
+    cores: str = option("", "cores for the ranks, such as 0-3,6, shared out among them; all by default")
     log_format: Literal["console", "json"] = option("console", "log lines for people or for machines")
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "least severe log lines shown")
     limits: Limits = field(default_factory=Limits)
@@ -61,6 +82,23 @@ class WorkerConfig:
         for url in self.registry:
             _require(url.startswith(("http://", "https://")), "registry", url, "an http:// or https:// URL")
         parse_cores(self.cores)
+        _check_layout(self)
+
+    @property
+    def parallel(self) -> Parallel:
+        """The sizes of this worker. DP attention with one unit is plain."""
+        return Parallel(tp=self.tp, pp=self.pp, dp=self.dp, cp=self.cp, dp_attention=self.dp_attention and self.dp > 1)
+
+    @property
+    def local_ranks(self) -> range:
+        """The ranks that run on this node."""
+        return share(self.parallel.ranks, self.node_rank, self.nnodes)
+
+    @property
+    def init_address(self) -> tuple[str, int]:
+        """Host and port of node 0; only with several nodes."""
+        assert self.dist_init_addr is not None, "checked at construction"
+        return parse_address(self.dist_init_addr)
 
     @property
     def reachable_host(self) -> str:
@@ -78,6 +116,9 @@ class PrefillConfig(WorkerConfig):
     """A prefill worker: it also serves a bootstrap registry."""
 
     port: int = option(8100, "port of the HTTP API; 0 takes a free one")
+    load_balance_method: Literal["follow_bootstrap_room", "round_robin", "least_load"] = option(
+        "follow_bootstrap_room", "which unit takes a request that names none (routed_dp_rank)"
+    )
     bootstrap_port: int = option(8998, "port of this worker's own bootstrap registry; 0 takes a free one")
 
     def __post_init__(self) -> None:
@@ -91,19 +132,36 @@ class DecodeConfig(WorkerConfig):
 
     port: int = option(8200, "port of the HTTP API; 0 takes a free one")
 
+    def __post_init__(self) -> None:
+        WorkerConfig.__post_init__(self)
+        if self.cp > 1:
+            raise ValueError(f"cp = {self.cp}: a decode worker has no prompt to split; cp is prefill's, give it --tp")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankConfig:
-    """Everything one rank process needs to know; `ipc_address` is where its app is bound and waits."""
+    """Everything one rank process needs to know; `ipc_address` is where its app is bound and waits.
+
+    `rendezvous` is where torch's groups of the whole worker meet, `log_address` where the leader of this rank's unit
+    publishes the unit's log; `run_dir` is private to the app and its ranks on this node.
+    """
 
     role: Role
-    rank: int
+    rank: int  # in the worker
+    local_rank: int  # on this node: which of its devices
+    parallel: Parallel
     incarnation: str
     ipc_address: str
+    rendezvous: str
+    log_address: str
+    run_dir: str
+    control: ControlName
+    load_balance_method: BalanceMethod
+    force_query_prefill_dp_rank: bool
     model_path: str
     model_name: str
     dtype: DtypeName
-    device: DeviceName
+    device: str  # "cpu", "cuda", or "cuda:1" where several ranks share a node
     transfer: TransferName
     shm_dir: str
     host: str  # listen here
@@ -116,39 +174,20 @@ class RankConfig:
     log_level: LogLevel
     limits: Limits
 
-    @staticmethod
-    def of(
-        config: WorkerConfig,
-        *,
-        role: Role,
-        rank: int,
-        incarnation: str,
-        ipc_address: str,
-        model_path: str,
-        model_name: str,
-    ) -> "RankConfig":
-        """The configuration of one rank of a worker configured by `config`."""
-        return RankConfig(
-            role=role,
-            rank=rank,
-            incarnation=incarnation,
-            ipc_address=ipc_address,
-            model_path=model_path,
-            model_name=model_name,
-            dtype=config.dtype,
-            device=config.device,
-            transfer=config.transfer,
-            shm_dir=config.shm_dir,
-            host=config.host,
-            advertise_host=config.reachable_host,
-            page_tokens=config.page_tokens,
-            kv_tokens=config.kv_tokens,
-            threads=config.threads,
-            cores=parse_cores(config.cores),
-            log_format=config.log_format,
-            log_level=config.log_level,
-            limits=config.limits,
-        )
+    @property
+    def dp_size(self) -> int:
+        """Units of the worker."""
+        return self.parallel.dp
+
+    @property
+    def follow_bootstrap_room(self) -> bool:
+        """Whether room mod dp_size is the rank of every room, and no room is registered (prefill)."""
+        return follows(self.load_balance_method, forced=self.force_query_prefill_dp_rank)
+
+
+def follows(method: BalanceMethod, *, forced: bool) -> bool:
+    """What a prefill worker publishes as `follow_bootstrap_room`. A forced one registers every room, so nobody guesses."""
+    return method == FOLLOW and not forced
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
@@ -163,6 +202,35 @@ def parse_cores(text: str) -> tuple[int, ...]:
             raise ValueError(f"cores must be ascending ranges of core numbers below 4096, not {text!r}")
         cores.update(span)
     return tuple(sorted(cores))
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Host and port of a text such as 10.0.0.5:29500 or [fe80::1]:29500. Raises ValueError."""
+    try:
+        parts = urlsplit(f"//{text}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or not port or parts.path or parts.username:
+        raise ValueError(f"dist_init_addr must be host:port, not {text!r}")
+    return host, port
+
+
+def _check_layout(config: WorkerConfig) -> None:
+    for name in ("tp", "pp", "dp", "cp", "nnodes"):
+        _require(getattr(config, name) >= 1, name, getattr(config, name), "at least 1")
+    ranks, nodes = config.parallel.ranks, config.nnodes
+    if config.pp > 1 and config.parallel.dp_attention:
+        raise ValueError(f"dp_attention with pp = {config.pp}: units that step together cannot be pipelines; use one")
+    _require(0 <= config.node_rank < nodes, "node_rank", config.node_rank, f"below nnodes ({nodes})")
+    if ranks % nodes:
+        raise ValueError(f"nnodes = {nodes} does not divide the {ranks} ranks of pp * dp * cp * tp")
+    if config.dist_init_addr is not None:
+        parse_address(config.dist_init_addr)
+    elif nodes > 1:
+        raise ValueError(f"nnodes = {nodes} needs dist_init_addr: the host:port of node 0 where the ranks meet")
+    if config.control == "shm" and (ranks // nodes) % config.parallel.members:
+        raise ValueError(f"control = 'shm' with nnodes = {nodes}: a unit spans hosts, shared memory does not; use gloo")
 
 
 def _require(holds: bool, name: str, value: object, wanted: str) -> None:

@@ -82,6 +82,9 @@ class GenerateRenderer:
         """One event a step."""
         return event(self._value(answer))
 
+    def skip(self, answer: Answer, text: str) -> None:
+        """Nothing to do: each chunk holds everything."""
+
     def tail(self, answer: Answer) -> bytes:
         """The end marker."""
         return DONE
@@ -96,6 +99,7 @@ class GenerateRenderer:
                 "prompt_tokens": len(answer.prompt),
                 "completion_tokens": len(answer.output_ids),
                 "cached_tokens": answer.cached_tokens,
+                "dp_rank": answer.dp_rank,
                 "weight_version": WEIGHT_VERSION,
                 "e2e_latency": time.perf_counter() - self._started,
             },

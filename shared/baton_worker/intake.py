@@ -9,24 +9,21 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from baton_core.errors import ClientError, Verdict, raise_for
-from baton_core.limits import Limits, Millis
+from baton_core.limits import PROMPT_LOGPROBS_MAX, Limits, Millis
 from baton_core.request import FAKE_HOST, Bootstrap, Request, RequestId, Sampling
 from baton_worker.config import Role
+from baton_worker.placement import check_routed
 from baton_worker.schemas import Leg
 from baton_worker.tokenizer import Tokenizer, too_long
 
 Number = TypeVar("Number", int, float)
 
 RID_CHARS_MAX = 256
-DP_SIZE = 1
-"""Attention-DP ranks of this worker."""
+FOREIGN_DP_SIZE_MAX = 65_536
+"""What decode lets pass as a DP rank of a prefill worker that it does not know yet."""
 
 INLINE_CHARS = 16_384
 """A text up to this length is encoded on the event loop (about 10 ms); a longer one on a thread."""
-
-PROMPT_LOGPROBS_MAX = 1 << 17
-"""Logprobs of a prompt's tokens and of the likeliest beside them, all together: as many as are put into words in about
-50 ms, for which nothing else of this worker moves."""
 
 GREEDY_BELOW = 1e-6
 """A temperature below this is 0, as in SGLang: dividing logits by it would overflow."""
@@ -73,6 +70,7 @@ class Prepared:
     stop: tuple[str, ...]
     skip_special: bool
     keep_stop: bool
+    routed_dp_rank: int | None = None  # the unit that must serve it
 
     def request(self, rid: RequestId, budget_ms: Millis) -> Request:
         """The request as the scheduler sees it."""
@@ -90,6 +88,7 @@ class Intake:
         role: Role,
         tokenizer: Tokenizer,
         limits: Limits,
+        dp_size: int,
         own_bootstrap: tuple[str, int],
         check_host: Callable[[str, int], Verdict | None],
     ) -> None:
@@ -97,6 +96,7 @@ class Intake:
         self.tokenizer = tokenizer
         self._role = role
         self._limits = limits
+        self._dp_size = dp_size
         self._own_host, self._own_port = own_bootstrap
         self._check_host = check_host
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
@@ -108,6 +108,7 @@ class Intake:
     async def prepare(self, ask: Ask, context_tokens: int) -> Prepared:
         """`ask`, checked and tokenized. Raises ClientError."""
         bootstrap = self.bootstrap(ask.leg)
+        routed = self._checked_dp_ranks(ask.leg)
         wanted = ask.wanted
         stop = self._stop_strings(wanted.stop)
         stop_ids = self._stop_ids(wanted)
@@ -124,11 +125,11 @@ class Intake:
             stop=() if self._role is Role.PREFILL else stop,  # its one token is decode's to judge
             skip_special=wanted.skip_special_tokens is not False,
             keep_stop=wanted.no_stop_trim is True,
+            routed_dp_rank=routed,
         )
 
     def bootstrap(self, leg: Leg) -> Bootstrap | None:
         """The room of this leg, None where it has none (colocated). Raises ClientError."""
-        _check_dp_ranks(leg, self._role)
         if leg.bootstrap_room is None:
             if self._role is Role.PREFILL:
                 raise ClientError(
@@ -160,6 +161,18 @@ class Intake:
         if not (header.isascii() and header.isdecimal() and len(header) <= 18 and int(header) > 0):
             raise ClientError(f"x-baton-budget-ms must be a positive number of milliseconds, not {header[:64]!r}")
         return min(int(header), self._limits.request_budget_ms)
+
+    def _checked_dp_ranks(self, leg: Leg) -> int | None:
+        """The unit that the leg names, if any. Raises ClientError for ranks that cannot be."""
+        routed = leg.data_parallel_rank if leg.routed_dp_rank is None else leg.routed_dp_rank
+        if routed is not None:
+            check_routed(routed, self._dp_size)
+        prefill = leg.disagg_prefill_dp_rank
+        most = self._dp_size if self._role is Role.PREFILL else FOREIGN_DP_SIZE_MAX
+        if prefill is not None and not 0 <= prefill < most:
+            text = f"disagg_prefill_dp_rank {prefill} is out of range: this worker has dp_size {most}"
+            raise ClientError(text if self._role is Role.PREFILL else f"disagg_prefill_dp_rank {prefill} is no rank")
+        return routed
 
     async def _tokens(self, ask: Ask, context_tokens: int) -> tuple[int, ...]:
         prompt = ask.prompt
@@ -250,16 +263,6 @@ def _check_prompt_logprobs(wanted: Wanted, prompt_tokens: int) -> None:
             f"{numbers} logprobs of the prompt, at most {PROMPT_LOGPROBS_MAX} are given; ask for fewer of the likeliest"
         )
         raise ClientError(f"{text} tokens, or start later")
-
-
-def _check_dp_ranks(leg: Leg, role: Role) -> None:
-    routed = leg.data_parallel_rank if leg.routed_dp_rank is None else leg.routed_dp_rank
-    if routed is not None and not 0 <= routed < DP_SIZE:
-        raise ClientError(f"routed_dp_rank {routed} is out of range: this worker has dp_size {DP_SIZE}")
-    prefill = leg.disagg_prefill_dp_rank
-    most = DP_SIZE if role is Role.PREFILL else 65_536
-    if prefill is not None and not 0 <= prefill < most:
-        raise ClientError(f"disagg_prefill_dp_rank {prefill} is out of range (dp_size {most})")
 
 
 def _seed(asked: int | None, bootstrap: Bootstrap | None) -> int:

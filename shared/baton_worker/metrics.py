@@ -1,7 +1,7 @@
-"""What `/metrics` shows: the app's own numbers and the scheduler's last snapshot, under one role prefix.
+"""What `/metrics` shows: the app's own numbers and the last snapshot of each unit's leader, under one role prefix.
 
-A key is a metric name without that prefix, with its labels in braces: `queue_requests{queue=waiting}`. A counter that
-both the app and the scheduler count (rejections) is shown as their sum.
+A key is a metric name without that prefix, with its labels in braces: `queue_requests{queue=waiting}`. What a scheduler
+says gets the label `dp_rank`, except `UNLABELLED`: what both the app and the schedulers count is shown as their sum.
 """
 
 import math
@@ -16,6 +16,8 @@ from baton_worker.config import Role
 SERIES_MAX = 4_096
 """Distinct keys of one kind; more are dropped and counted, because labels must be bounded sets."""
 
+UNLABELLED = ("admission_rejections_total",)
+
 SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 600.0)
 OTHER_BUCKETS = tuple(float(4**power) for power in range(16))
 
@@ -28,7 +30,10 @@ HELP = {
     "admission_rejections_total": "Requests refused at the door, by reason.",
     "bad_frames_total": "Frames on the ipc that were dropped because they were not valid.",
     "dropped_series_total": "Metric updates dropped because there were too many series.",
-    "rank_progress_age_seconds": "Time since the scheduler was last seen to make progress.",
+    "rank_progress_age_seconds": "Time since the slowest scheduler was last seen to make progress.",
+    "agreement_seconds": "Time in which the ranks of a stage agreed on what they observe.",
+    "control_tick_lag_seconds": "How long after it was due a turn of the scheduler's loop began.",
+    "poll_state_requests": "Handoffs by KVPoll state.",
 }
 
 
@@ -50,7 +55,7 @@ class WorkerMetrics:
     """Collects, and renders for Prometheus. `prefix` is `baton_prefill_` or `baton_decode_`."""
 
     def __init__(self, role: Role) -> None:
-        self.snapshot: Snapshot | None = None
+        self.snapshots: dict[int, Snapshot] = {}  # by DP rank
         self._prefix = f"baton_{role.value}_"
         self._counters: dict[str, float] = {}
         self._gauges: dict[str, float] = {}
@@ -82,12 +87,13 @@ class WorkerMetrics:
             self._histograms[key] = Histogram(SECONDS_BUCKETS if is_time else OTHER_BUCKETS)
         self._histograms[key].observe(value)
 
-    def apply(self, snapshot: Snapshot) -> None:
-        """Take over the scheduler's numbers."""
-        self.snapshot = snapshot
+    def apply(self, dp_rank: int, snapshot: Snapshot) -> None:
+        """Take over the numbers of a unit."""
+        self.snapshots[dp_rank] = snapshot
         for key, values in snapshot.samples.items():
+            labelled = with_dp_rank(key, dp_rank)
             for value in values:
-                self.observe(key, value)
+                self.observe(labelled, value)
 
     def render(self) -> bytes:
         """Prometheus' text format."""
@@ -96,13 +102,14 @@ class WorkerMetrics:
     def collect(self) -> Iterator[Metric]:
         """All families, for `CollectorRegistry`."""
         gauges, counters = dict(self._gauges), dict(self._counters)
-        reported = {} if self.snapshot is None else self.snapshot.gauges | self.snapshot.counters
-        for key, value in reported.items():
-            # The name says what it is: one family must not be shown as two kinds.
-            if key.partition("{")[0].endswith("_total"):
-                counters[key] = counters.get(key, 0.0) + value
-            else:
-                gauges[key] = value
+        for dp_rank, snapshot in self.snapshots.items():
+            for key, value in (snapshot.gauges | snapshot.counters).items():
+                labelled = with_dp_rank(key, dp_rank)
+                # The name says what it is: one family must not be shown as two kinds.
+                if key.partition("{")[0].endswith("_total"):
+                    counters[labelled] = counters.get(labelled, 0.0) + value
+                else:
+                    gauges[labelled] = value
         yield from self._families(gauges.items(), "gauge")
         yield from self._families(counters.items(), "counter")
         yield from self._histogram_families()
@@ -139,6 +146,15 @@ class WorkerMetrics:
             return True
         self._counters["dropped_series_total"] = self._counters.get("dropped_series_total", 0.0) + 1
         return False
+
+
+def with_dp_rank(key: str, dp_rank: int) -> str:
+    """The key with the label `dp_rank`, unless it has one or must not have any."""
+    name, _, braced = key.partition("{")
+    labels = braced.rstrip("}")
+    if name in UNLABELLED or "dp_rank=" in labels:
+        return key
+    return f"{name}{{{labels}{',' if labels else ''}dp_rank={dp_rank}}}"
 
 
 def parse_key(key: str) -> tuple[str, dict[str, str]]:

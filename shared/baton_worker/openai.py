@@ -1,6 +1,5 @@
 """OpenAI's `/v1/completions` and `/v1/chat/completions`, for one prompt and one choice."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -99,7 +98,6 @@ class OpenAIRenderer:
         self._judged_tokens = 0  # how many have been sent with their logprobs
         self._model = worker.model.name if body.model is None else body.model
         self._usage_wanted = body.stream_options is not None and body.stream_options.include_usage is True
-        self._created = int(time.time())
         self._opened = shape.opening is None
 
     def whole(self, answer: Answer) -> bytes:
@@ -118,6 +116,12 @@ class OpenAIRenderer:
         if answer.ending is not None:
             choices.append(self._choice(self._shape.closing, _finish(answer), self._logprobs(answer)))
         return b"".join(event(self._frame(answer, self._shape.chunk_kind, [choice])) for choice in choices)
+
+    def skip(self, answer: Answer, text: str) -> None:
+        """`chunk` was written by another worker: keep count of it."""
+        self._opened = True
+        if text and self._judged:
+            self._judged_tokens = answer.settled_tokens
 
     def tail(self, answer: Answer) -> bytes:
         """Usage, where the client wants it, and the end marker."""
@@ -142,7 +146,7 @@ class OpenAIRenderer:
         return {
             "id": self._shape.id_prefix + answer.rid,
             "object": kind,
-            "created": self._created,
+            "created": answer.created,
             "model": self._model,
             "choices": choices,
         }

@@ -17,10 +17,12 @@ from baton_core.errors import BatonError, ClientError, Overloaded, Reason, Verdi
 from baton_core.events import FlushCache
 from baton_core.limits import Millis
 from baton_core.request import FAKE_HOST, Bootstrap, FinishType, Sampling
-from baton_worker.config import Role
+from baton_worker.config import Role, follows
 from baton_worker.generate import WEIGHT_VERSION
 from baton_worker.http import failure, json_response, read_body
-from baton_worker.intake import DP_SIZE, Prepared
+from baton_worker.intake import Prepared
+from baton_worker.rank_process import Rank
+from baton_worker.streams import RequestStream
 from baton_worker.worker import Worker
 
 PROBE_MS: Millis = 20_000
@@ -57,6 +59,7 @@ class Ops:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._started_at = time.time()
+        self._dp_size = worker.parallel.dp
 
     def routes(self) -> list[Route]:
         """Every route of this file."""
@@ -77,41 +80,35 @@ class Ops:
         return [Route(path, handler, methods=methods) for paths, handler, methods in table for path in paths]
 
     async def health(self, _request: HttpRequest) -> Response:
-        """200 while the rank is loaded and makes progress."""
-        well = self._worker.supervisor.progressing
-        return PlainTextResponse("OK" if well else "the scheduler makes no progress", 200 if well else 503)
+        """200 while every rank is loaded and makes progress."""
+        well = self._worker.units.progressing
+        return PlainTextResponse("OK" if well else "a scheduler makes no progress", 200 if well else 503)
 
     async def ready(self, _request: HttpRequest) -> Response:
         """200 when requests are taken; otherwise the reasons, and how far loading is."""
         reasons = self._worker.unready()
-        loading = self._worker.load_progress
+        loading = self._worker.units.loading()
         progress = None if loading is None else {"what": loading.what, "done": loading.done, "total": loading.total}
         body = {"ready": not reasons, "reasons": reasons, "progress": progress}
         return json_response(body, 503 if reasons else 200)
 
     async def health_generate(self, _request: HttpRequest) -> Response:
-        """200 when the scheduler computes a token for a request without a peer."""
+        """200 when every unit computes a token for a request without a peer."""
         worker = self._worker
-        prepared = Prepared(
-            prompt=(0,),
-            sampling=Sampling(temperature=0.0, max_new_tokens=1),
-            bootstrap=Bootstrap(host=FAKE_HOST, port=1, room=0),
-            stop=(),
-            skip_special=True,
-            keep_stop=False,
-        )
         try:
-            stream = worker.submit(prepared, f"health-{uuid.uuid4().hex}", PROBE_MS)
+            probes = [
+                worker.submit(_probe_of(dp), f"health-{uuid.uuid4().hex}", PROBE_MS) for dp in range(self._dp_size)
+            ]
         except BatonError as error:
             return failure(error.verdict, worker.limits)
         try:
             async with asyncio.timeout(PROBE_MS / 1000):
-                while (delivery := await stream.take()).finish is None:
-                    pass
+                verdicts = await asyncio.gather(*(_ending_of(probe) for probe in probes))
         except TimeoutError:
             return failure(Overloaded(f"no token within {PROBE_MS} ms").verdict, worker.limits)
-        if delivery.finish.type is FinishType.ABORT and delivery.finish.verdict is not None:
-            return failure(delivery.finish.verdict, worker.limits, status=503)
+        for verdict in verdicts:
+            if verdict is not None:
+                return failure(verdict, worker.limits, status=503)
         return PlainTextResponse("OK")
 
     async def model_info(self, _request: HttpRequest) -> Response:
@@ -152,9 +149,15 @@ class Ops:
             "dtype": worker.config.dtype,
             "device": worker.config.device,
             "transfer": worker.config.transfer,
-            "dp_size": DP_SIZE,
-            "tp_size": 1,
-            "pp_size": 1,
+            "dp_size": worker.parallel.dp,
+            "tp_size": worker.parallel.tp,
+            "pp_size": worker.parallel.pp,
+            "attn_cp_size": worker.parallel.cp,
+            "enable_dp_attention": worker.parallel.dp_attention,
+            "nnodes": worker.config.nnodes,
+            "load_balance_method": worker.config.load_balance_method,
+            "follow_bootstrap_room": is_prefill
+            and follows(worker.config.load_balance_method, forced=worker.config.force_query_prefill_dp_rank),
             "registries": list(worker.config.registry),
             "bootstrap_host": bootstrap_host if is_prefill else None,
             "bootstrap_port": bootstrap_port if is_prefill else None,
@@ -163,7 +166,7 @@ class Ops:
             "page_size": worker.config.page_tokens,
             "kv_tokens": worker.config.kv_tokens,
             "startup_time": self._started_at,
-            "ranks": [{"rank": 0, "pid": worker.supervisor.pid}],
+            "ranks": [_rank_view(rank) for rank in worker.units.ranks],
         }
         if ready is not None:
             info |= {
@@ -174,7 +177,7 @@ class Ops:
                 "context_tokens": ready.context_tokens,
                 "max_total_num_tokens": ready.kv_pages * ready.page_tokens,
                 "load_seconds": ready.load_seconds,
-                "internal_states": [{"dp_rank": 0}],
+                "internal_states": [{"dp_rank": dp_rank} for dp_rank in range(self._dp_size)],
             }
         return json_response(info)
 
@@ -194,19 +197,26 @@ class Ops:
         return json_response({"object": "list", "data": [model]})
 
     async def loads(self, _request: HttpRequest) -> Response:
-        """SGLang's load report, as of the scheduler's last snapshot."""
-        worker = self._worker
-        gauges = {} if worker.metrics.snapshot is None else worker.metrics.snapshot.gauges
+        """SGLang's load report, one entry a unit, as of their last snapshots."""
         now = time.time()
+        loads = [self._load(dp_rank, now) for dp_rank in range(self._dp_size)]
+        return json_response({"timestamp": now, "version": version("baton"), "loads": loads})
+
+    def _load(self, dp_rank: int, now: float) -> dict[str, object]:
+        worker = self._worker
+        snapshot = worker.metrics.snapshots.get(dp_rank)
+        gauges = {} if snapshot is None else snapshot.gauges
         counts = {
             name: int(sum(gauges.get(f"queue_requests{{queue={queue}}}", 0) for queue in queues))
             for name, queues in QUEUES_OF_LOAD.items()
         }
-        page_tokens, pages = worker.config.page_tokens, int(gauges.get("pages", 0))
-        used = pages - int(gauges.get("pages_free", 0))
-        load = {
+        ready = worker.units[dp_rank].leader.heard.ready
+        pages = int(gauges.get("pages", 0 if ready is None else ready.kv_pages))  # before its first snapshot, all free
+        used = pages - int(gauges.get("pages_free", pages))
+        page_tokens = worker.config.page_tokens
+        return {
             "timestamp": now,
-            "dp_rank": 0,
+            "dp_rank": dp_rank,
             "num_running_reqs": counts.pop("num_running_reqs"),
             "num_waiting_reqs": counts.pop("num_waiting_reqs"),
             "num_used_tokens": used * page_tokens,
@@ -216,14 +226,13 @@ class Ops:
             "token_usage": used / pages if pages else 0.0,
             "disaggregation": {"mode": worker.role.value} | counts,
         }
-        return json_response({"timestamp": now, "version": version("baton"), "loads": [load]})
 
     async def flush_cache(self, _request: HttpRequest) -> Response:
         """Return every cached page to the pool; 400 while requests are live, whose pages would stay."""
         live = len(self._worker.streams)
         if live:
             return PlainTextResponse(f"Cache not flushed: {live} requests are live.\n", 400)
-        self._worker.tell(FlushCache())
+        self._worker.units.tell_all(FlushCache())
         return PlainTextResponse("Cache flushed.\n")
 
     async def abort_request(self, request: HttpRequest) -> Response:
@@ -255,17 +264,58 @@ class Ops:
         """Prometheus' text format."""
         worker = self._worker
         worker.metrics.gauge("app_live_requests", len(worker.streams))
-        worker.metrics.gauge("rank_progress_age_seconds", worker.supervisor.progress_age_ms / 1000)
+        worker.metrics.gauge("rank_progress_age_seconds", worker.units.progress_age_ms / 1000)
         worker.metrics.gauge("ready", 0 if worker.unready() else 1)
-        worker.metrics.set_count("bad_frames_total", worker.link.bad_frames)
+        worker.metrics.set_count("bad_frames_total", worker.units.bad_frames)
         return Response(worker.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     async def debug_snapshot(self, _request: HttpRequest) -> Response:
-        """The scheduler's numbers as of now, and the app's live requests: at rest, everything must be free."""
+        """The numbers as of now of all units together, of each unit, and of every rank; and the app's live requests.
+
+        At rest, everything must be free, on every rank.
+        """
         worker = self._worker
         try:
-            snapshot = await worker.fresh_snapshot(SNAPSHOT_MS)
+            ranks = await worker.fresh_snapshots(SNAPSHOT_MS)
         except TimeoutError:
-            late = Overloaded(f"the scheduler did not answer within {SNAPSHOT_MS} ms")
+            late = Overloaded(f"a scheduler did not answer within {SNAPSHOT_MS} ms")
             return failure(late.verdict, worker.limits)
-        return json_response({"live_requests": len(worker.streams), "snapshot": snapshot})
+        body = {
+            "live_requests": len(worker.streams),
+            "snapshot": worker.whole(ranks),
+            "snapshots": worker.of_leaders(ranks),
+            "ranks": ranks,
+        }
+        return json_response(body)
+
+
+def _probe_of(dp_rank: int) -> Prepared:
+    """A request for one token of one unit, without a peer."""
+    return Prepared(
+        prompt=(0,),
+        sampling=Sampling(temperature=0.0, max_new_tokens=1),
+        bootstrap=Bootstrap(host=FAKE_HOST, port=1, room=0, prefill_dp_rank=dp_rank),
+        stop=(),
+        skip_special=True,
+        keep_stop=False,
+        routed_dp_rank=dp_rank,
+    )
+
+
+async def _ending_of(stream: RequestStream) -> Verdict | None:
+    """Why the request failed; None if it did not."""
+    while (delivery := await stream.take()).finish is None:
+        pass
+    return delivery.finish.verdict if delivery.finish.type is FinishType.ABORT else None
+
+
+def _rank_view(rank: Rank) -> dict[str, object]:
+    place = rank.place
+    return {
+        "rank": place.rank,
+        "pid": rank.pid,
+        "dp_rank": place.dp_rank,
+        "pp_rank": place.pp_rank,
+        "cp_rank": place.cp_rank,
+        "tp_rank": place.tp_rank,
+    }

@@ -6,7 +6,6 @@ the app may have outstanding is bounded by its live requests, so a full queue me
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 from typing import cast
 
 import zmq
@@ -25,12 +24,13 @@ from baton_io.ipc import (
     Ping,
     RankFailed,
     RankReady,
+    RegisterRanks,
     Snapshot,
     Stop,
 )
 
 ToRank = Submit | Abort | AbortAll | StopHere | Resolved | LookupFailed | DrainBegan | FlushCache | Ping | Stop
-FromRank = RankReady | LoadProgress | Emits | LookUps | PeersLost | Snapshot | RankFailed
+FromRank = RankReady | LoadProgress | Emits | LookUps | RegisterRanks | PeersLost | Snapshot | RankFailed
 
 FRAME_BYTES_MAX = 64 * 1024 * 1024
 """Largest frame taken from a rank; ZeroMQ drops the connection of a larger one."""
@@ -39,14 +39,22 @@ FRAME_BYTES_MAX = 64 * 1024 * 1024
 class RankLink:
     """Sends to one rank and hands what it says to `on_message`, in order, on the event loop."""
 
-    def __init__(self, *, rank: int, run_dir: Path, frames_max: int, on_message: Callable[[FromRank], None]) -> None:
-        """`frames_max` bounds the frames queued each way; `run_dir` is private to this app."""
-        self.address = f"ipc://{run_dir}/rank{rank}.ipc"
+    def __init__(
+        self,
+        *,
+        rank: int,
+        address: str,
+        context: zmq.asyncio.Context,
+        frames_max: int,
+        on_message: Callable[[FromRank], None],
+    ) -> None:
+        """`frames_max` bounds the frames queued each way; `context` is shared and outlives the link."""
+        self.address = address
         self.bad_frames = 0
         self._rank = rank
         self._frames_max = frames_max
         self._on_message = on_message
-        self._context: zmq.asyncio.Context | None = None
+        self._context = context
         self._socket: zmq.asyncio.Socket | None = None
 
     @property
@@ -56,7 +64,6 @@ class RankLink:
 
     def open(self) -> None:
         """Bind. Raises zmq.ZMQError when the address cannot be bound."""
-        self._context = zmq.asyncio.Context(io_threads=1)
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.setsockopt(zmq.SNDHWM, self._frames_max)
         self._socket.setsockopt(zmq.RCVHWM, self._frames_max)
@@ -89,6 +96,4 @@ class RankLink:
         """Close the socket; what was not sent is dropped."""
         if self._socket is not None:
             self._socket.close(linger=0)
-        if self._context is not None:
-            self._context.term()
-        self._socket = self._context = None
+        self._socket = None

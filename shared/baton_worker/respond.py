@@ -8,7 +8,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol
 
 import structlog
@@ -17,10 +17,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from baton_core.errors import BatonError, Reason, Verdict
+from baton_core.errors import BatonError, ClientError, Reason, Verdict
 from baton_core.limits import Millis
 from baton_core.request import Bootstrap, RequestId
 from baton_worker.answer import Answer
+from baton_worker.config import Role
+from baton_worker.continuation import TOKEN_IDS_HEADER, Past, Scribe
 from baton_worker.http import (
     BUDGET_HEADER,
     REQUEST_ID_HEADER,
@@ -33,7 +35,7 @@ from baton_worker.http import (
 )
 from baton_worker.intake import Ask, Intake, check_rid
 from baton_worker.schemas import Body, Leg, decode, decode_leg
-from baton_worker.streams import RequestStream
+from baton_worker.streams import Delivery, RequestStream
 from baton_worker.worker import Worker
 
 log = structlog.get_logger()
@@ -56,6 +58,9 @@ class Renderer(Protocol):
 
     def chunk(self, answer: Answer, text: str) -> bytes:
         """Events for what just arrived; `text` is what became visible. May be empty."""
+
+    def skip(self, answer: Answer, text: str) -> None:
+        """Another worker has written the chunk for what just arrived."""
 
     def tail(self, answer: Answer) -> bytes:
         """Events after the last chunk."""
@@ -101,23 +106,36 @@ async def _open(
     ask = route.ask(body, body, worker.intake)
     budget_ms = worker.intake.budget_ms(http.headers.get(BUDGET_HEADER))
     prepared = await worker.intake.prepare(ask, worker.context_tokens)
+    parts = body.baton_continuation
+    past = None if parts is None else Past(parts, worker.intake.tokenizer.vocab_size)
     answer = Answer(
-        rid=rid,
+        rid=rid if past is None else past.start.rid,
         prompt=prepared.prompt,
         tokenizer=worker.intake.tokenizer,
         stop=prepared.stop,
         skip_special=prepared.skip_special,
         keep_stop=prepared.keep_stop,
         judged=prepared.sampling.logprobs is not None,
+        created=int(time.time()) if past is None else past.start.created,
     )
     renderer = route.renderer(body, worker, started)
+    if past is not None:
+        prompt, sampling = past.prompt(prepared.prompt), past.sampling(prepared.sampling)
+        prepared = replace(prepared, prompt=prompt, sampling=sampling)
+        if worker.role is Role.DECODE:
+            replay(past, answer, renderer)
+    scribe = None
+    if ask.stream and worker.role is Role.DECODE and http.headers.get(TOKEN_IDS_HEADER) == "1":
+        scribe = Scribe(answer, prepared.sampling, is_fresh=past is None)
     stream = worker.submit(prepared, rid, budget_ms)
+    answer.dp_rank = stream.dp_rank
     return LiveResponse(
         worker=worker,
         route=route.name,
         stream=stream,
         answer=answer,
         renderer=renderer,
+        scribe=scribe,
         room=0 if prepared.bootstrap is None else prepared.bootstrap.room,
         streaming=ask.stream,
         guard_ms=budget_ms + GUARD_MS,
@@ -136,6 +154,7 @@ class LiveResponse(Response):
         stream: RequestStream,
         answer: Answer,
         renderer: Renderer,
+        scribe: Scribe | None,
         room: int,
         streaming: bool,
         guard_ms: Millis,
@@ -143,7 +162,7 @@ class LiveResponse(Response):
     ) -> None:
         super().__init__()
         self._worker, self._route, self._stream = worker, route, stream
-        self._answer, self._renderer = answer, renderer
+        self._answer, self._renderer, self._scribe = answer, renderer, scribe
         self._room, self._streaming = room, streaming
         self._guard_ms, self._started = guard_ms, started
         self._begun = False  # whether headers are out
@@ -178,6 +197,9 @@ class LiveResponse(Response):
 
     async def _stream_events(self, text: str, send: Send) -> int:
         headers = EVENT_STREAM | request_id_header(self._answer.rid)
+        scribe = self._scribe
+        if scribe is not None:
+            headers[TOKEN_IDS_HEADER] = str(scribe.given)
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         self._begun = True
         await send({"type": "http.response.start", "status": 200, "headers": raw})
@@ -186,12 +208,17 @@ class LiveResponse(Response):
             over = self._answer.ending is not None
             if over:
                 events += self._renderer.tail(self._answer)
+            if scribe is not None:
+                events = scribe.last(events) if over else scribe.part(events)
             if events:
                 await send({"type": "http.response.body", "body": events, "more_body": not over})
             if over:
                 return 200
             text = await self._advance()
-        await send({"type": "http.response.body", "body": error_event(self._answer.failure), "more_body": False})
+        failed = error_event(self._answer.failure)
+        if scribe is not None:
+            failed = scribe.failed(failed, self._answer.failure.status)
+        await send({"type": "http.response.body", "body": failed, "more_body": False})
         return self._answer.failure.status
 
     async def _advance(self) -> str:
@@ -240,12 +267,31 @@ class LiveResponse(Response):
             "request.answered",
             rid=self._answer.rid,
             room=self._room,
+            dp_rank=self._stream.dp_rank,
             status=status,
             reason=None if verdict is None else verdict.reason.name.lower(),
             prompt_tokens=len(self._answer.prompt),
             completion_tokens=len(self._answer.output_ids),
             took_ms=round((time.perf_counter() - self._started) * 1000, 1),
         )
+
+
+def replay(past: Past, answer: Answer, renderer: Renderer) -> None:
+    """Bring `answer` and `renderer` to where the worker before left them. Raises ClientError if it left nothing open."""
+    for part in past.parts:
+        text = answer.feed(
+            Delivery(
+                tokens=tuple(part.tokens),
+                finish=None,
+                cached_tokens=0,
+                logprobs=tuple(part.logprobs),
+                prompt_logprobs=tuple(part.prompt_logprobs),
+            )
+        )
+        if answer.ending is not None:
+            raise ClientError("baton_continuation: the answer is complete, a stop string ends it")
+        renderer.skip(answer, text)
+    answer.resume(past.start.cached_tokens)
 
 
 def event(value: object) -> bytes:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from baton_core.errors import ClientError
+from baton_worker.continuation import Part
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -26,6 +27,7 @@ class Leg(msgspec.Struct, kw_only=True):
     routed_dp_rank: int | None = None
     data_parallel_rank: int | None = None  # SGLang's old name of routed_dp_rank
     disagg_prefill_dp_rank: int | None = None
+    baton_continuation: list[Part] | None = None  # a router's: what another worker has answered already
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -7,19 +7,29 @@ import socket
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import structlog
 import uvicorn
 from starlette.types import ASGIApp
 
 from baton_core.limits import Millis
-from baton_worker.worker import Worker
 
 log = structlog.get_logger()
 
 BACKLOG = 2_048
 GRACE_SECONDS = 5
 """How long responses may take to leave once the worker is over."""
+
+
+class Served(Protocol):
+    """A worker, or its part on another node than the first."""
+
+    over: asyncio.Event
+    exit_code: int
+
+    def terminate(self) -> None:
+        """A signal asks for the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +74,7 @@ def monotonic_ms() -> Millis:
     return time.monotonic_ns() // 1_000_000
 
 
-async def serve(worker: Worker, sites: Sequence[Site]) -> int:
+async def serve(worker: Served, sites: Sequence[Site]) -> int:
     """Serve `sites` until the worker is over; the exit code of the process. The first site's app is the worker's."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -6,7 +6,7 @@ stream's buffer is bounded by the request's own output length, because all that 
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from baton_core.effects import Emit
@@ -29,7 +29,10 @@ class Delivery:
 
 
 class RequestStream:
-    """Tokens of one request, until its end. `rid` is the id the client knows, `scheduler_rid` the scheduler's."""
+    """Tokens of one request, until its end. `rid` is the id the client knows, `scheduler_rid` the scheduler's.
+
+    `dp_rank` is the unit that serves it.
+    """
 
     __slots__ = (
         "_cached_tokens",
@@ -38,13 +41,15 @@ class RequestStream:
         "_prompt_logprobs",
         "_tokens",
         "_waiter",
+        "dp_rank",
         "rid",
         "scheduler_rid",
     )
 
-    def __init__(self, rid: RequestId, scheduler_rid: RequestId) -> None:
+    def __init__(self, rid: RequestId, scheduler_rid: RequestId, dp_rank: int = 0) -> None:
         self.rid = rid
         self.scheduler_rid = scheduler_rid
+        self.dp_rank = dp_rank
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs: list[TokenLogprob] = []
@@ -101,10 +106,13 @@ def unjudged(token: int) -> TokenLogprob:
 
 
 class Streams:
-    """The streams of all requests the scheduler has not ended, by the scheduler's id."""
+    """The streams of all requests the schedulers have not ended, by the scheduler's id."""
 
-    def __init__(self, *, live_max: int) -> None:
+    def __init__(self, *, live_max: int, on_close: Callable[[RequestStream], None] = lambda _: None) -> None:
+        """`live_max` bounds the requests of one unit; `on_close` is told of each stream that is over."""
         self._live_max = live_max
+        self._on_close = on_close
+        self._live: dict[int, int] = {}  # by unit
         self._by_scheduler_rid: dict[RequestId, RequestStream] = {}
         self._by_rid: dict[RequestId, RequestStream] = {}
         self._remembered: OrderedDict[RequestId, int] = OrderedDict()
@@ -114,14 +122,19 @@ class Streams:
     def __len__(self) -> int:
         return len(self._by_scheduler_rid)
 
-    def open(self, rid: RequestId) -> RequestStream:
+    def live(self, dp_rank: int) -> int:
+        """How many requests one unit has."""
+        return self._live.get(dp_rank, 0)
+
+    def open(self, rid: RequestId, dp_rank: int = 0) -> RequestStream:
         """A stream for a new request. Raises ClientError when `rid` is live, Overloaded when too many are."""
         if rid in self._by_rid:
             raise ClientError(f"request id {rid!r} is in use by a live request; choose another", Reason.DUPLICATE_RID)
-        if len(self) >= self._live_max:
+        if self.live(dp_rank) >= self._live_max:
             raise Overloaded(f"{self._live_max} requests are live here (waiting_max); retry later")
-        stream = RequestStream(rid, self.scheduler_rid(rid))
+        stream = RequestStream(rid, self.scheduler_rid(rid), dp_rank)
         self._by_scheduler_rid[stream.scheduler_rid] = self._by_rid[rid] = stream
+        self._live[dp_rank] = self.live(dp_rank) + 1
         self._empty.clear()
         return stream
 
@@ -132,6 +145,10 @@ class Streams:
         if len(self._remembered) > REMEMBERED_IDS_MAX:
             self._remembered.popitem(last=False)
         return f"{rid}#{used + 1}" if used else rid
+
+    def is_live(self, scheduler_rid: RequestId) -> bool:
+        """Whether the scheduler's request of this id has not ended."""
+        return scheduler_rid in self._by_scheduler_rid
 
     def find(self, rid: RequestId) -> RequestStream | None:
         """The live request the client calls `rid`."""
@@ -150,14 +167,17 @@ class Streams:
         """The scheduler ended this request, or never got it."""
         if self._by_scheduler_rid.pop(stream.scheduler_rid, None) is not None:
             del self._by_rid[stream.rid]
+            self._live[stream.dp_rank] -= 1
+            self._on_close(stream)
         if not self._by_scheduler_rid:
             self._empty.set()
 
-    def end_all(self, verdict: Verdict) -> None:
-        """The scheduler is gone: everybody gets `verdict`."""
+    def end_all(self, verdict: Verdict, dp_rank: int | None = None) -> None:
+        """The schedulers are gone, or the unit `dp_rank` is: everybody there gets `verdict`."""
         for stream in list(self._by_scheduler_rid.values()):
-            stream.end(verdict)
-            self.close(stream)
+            if dp_rank in (None, stream.dp_rank):
+                stream.end(verdict)
+                self.close(stream)
 
     async def empty(self) -> None:
         """Wait until no request is live."""

@@ -21,22 +21,57 @@ PINGS_A_STALL = 3
 """A rank that says nothing is asked this often before it counts as stalled."""
 
 
+class Progress:
+    """When a rank was last seen to make progress, by what it says."""
+
+    def __init__(self, stall_ms: Millis, clock: Callable[[], Millis]) -> None:
+        self._stall_ms = stall_ms
+        self._clock = clock
+        self._turns = -1
+        self._at: Millis = clock()
+        self.loaded = asyncio.Event()
+
+    @property
+    def age_ms(self) -> Millis:
+        """Time since the rank was last seen to make progress."""
+        return self._clock() - self._at
+
+    @property
+    def lively(self) -> bool:
+        """Whether the rank is loaded and makes progress."""
+        return self.loaded.is_set() and self.age_ms < self._stall_ms
+
+    def ready(self) -> None:
+        """The rank said that it is ready: from now on it must make progress."""
+        self._at = self._clock()
+        self.loaded.set()
+
+    def turned(self, turns: int) -> None:
+        """The rank reported how many turns its loop has made."""
+        if turns != self._turns:
+            self._turns = turns
+            self._at = self._clock()
+
+
 class Supervisor:
-    """One rank process. `loaded` and `progressed` tell it what the rank said over the ipc."""
+    """One rank process. `progress` is told what the rank said over the ipc."""
 
     def __init__(
-        self, command: Sequence[str], config: RankConfig, *, clock: Callable[[], Millis], ping: Callable[[], None]
+        self,
+        command: Sequence[str],
+        rank: int,
+        limits: Limits,
+        *,
+        clock: Callable[[], Millis],
+        ping: Callable[[], None],
     ) -> None:
         """`command` starts the rank; `ping` asks it for a sign of life; `clock` is monotonic."""
         self._command = tuple(command)
-        self._config = config
-        self._limits: Limits = config.limits
-        self._clock = clock
+        self._rank = rank
+        self._limits = limits
         self._ping = ping
         self._process: Process | None = None
-        self._loaded = asyncio.Event()
-        self._progress = -1
-        self._progress_at: Millis = clock()
+        self.progress = Progress(limits.loop_stall_ms, clock)
 
     @property
     def pid(self) -> int | None:
@@ -49,32 +84,16 @@ class Supervisor:
         return self._process is not None and self._process.returncode is None
 
     @property
-    def progress_age_ms(self) -> Millis:
-        """Time since the rank was last seen to make progress."""
-        return self._clock() - self._progress_at
+    def left_by_itself(self) -> bool:
+        """Whether the process exited, and not by a signal."""
+        return self._process is not None and (self._process.returncode or 0) > 0
 
-    @property
-    def progressing(self) -> bool:
-        """Whether the rank is loaded and makes progress."""
-        return self._loaded.is_set() and self.progress_age_ms < self._limits.loop_stall_ms
-
-    def loaded(self) -> None:
-        """The rank said that it is ready: from now on it must make progress."""
-        self._progress_at = self._clock()
-        self._loaded.set()
-
-    def progressed(self, progress: int) -> None:
-        """The rank reported how many turns its loop has made."""
-        if progress != self._progress:
-            self._progress = progress
-            self._progress_at = self._clock()
-
-    async def start(self) -> None:
+    async def start(self, config: RankConfig) -> None:
         """Start the process and hand it its configuration."""
         # A session of its own: Ctrl-C in a terminal reaches the app alone, which drains first.
         self._process = await asyncio.create_subprocess_exec(*self._command, stdin=PIPE, start_new_session=True)
         assert self._process.stdin is not None
-        self._process.stdin.write(to_json(self._config).encode() + b"\n")
+        self._process.stdin.write(to_json(config).encode() + b"\n")
         with contextlib.suppress(ConnectionError):  # it died at once: `watch` reports its exit code
             await self._process.stdin.drain()
 
@@ -86,10 +105,10 @@ class Supervisor:
         try:
             await asyncio.wait({exited, stalled}, return_when=asyncio.FIRST_COMPLETED)
             if exited.done():
-                return f"rank {self._config.rank} {describe_exit(exited.result())}"
+                return f"rank {self._rank} {describe_exit(exited.result())}"
             self.kill()
             await exited
-            return f"rank {self._config.rank} {stalled.result()} and was killed"
+            return f"rank {self._rank} {stalled.result()} and was killed"
         finally:
             exited.cancel()
             stalled.cancel()
@@ -114,13 +133,13 @@ class Supervisor:
     async def _until_stalled(self) -> str:
         try:
             async with asyncio.timeout(self._limits.start_ms / 1000):
-                await self._loaded.wait()
+                await self.progress.loaded.wait()
         except TimeoutError:
             return f"was not ready within {self._limits.start_ms} ms (start_ms)"
         longest = self._limits.loop_stall_ms
-        while (age := self.progress_age_ms) < longest:
+        while (age := self.progress.age_ms) < longest:
             await asyncio.sleep(min(longest - age, longest // PINGS_A_STALL + 1) / 1000)
-            if self.progress_age_ms >= longest // PINGS_A_STALL:
+            if self.progress.age_ms >= longest // PINGS_A_STALL:
                 self._ping()
         return f"made no progress for {longest} ms (loop_stall_ms)"
 

@@ -1,9 +1,11 @@
-"""One worker's app side: the rank process and its ipc, the live requests, and whether new ones may come.
+"""One worker's app side: its units of ranks, the live requests, and whether new ones may come.
 
-    STARTING ── rank ready ──> SERVING ── SIGTERM, /drain ──> DRAINING ── no request left ──> OVER (exit 0)
-        └────────────── the rank is lost: everybody gets one 500 ──────────────┴────────────> OVER (exit 1)
+    STARTING ── all ranks ready ──> SERVING ── SIGTERM, /drain ──> DRAINING ── no request left ──> OVER (exit 0)
+        │                              └─ one of several units lost ──> DRAINING (others finish) ──> OVER (exit 1)
+        └─ the only unit, or any under DP attention, is lost: everybody gets one 500 ─────────────> OVER (exit 1)
 
-`over` is set when the process should end; `close` then ends the rank and removes what was left on disk.
+A unit is lost with its first rank: the rest of it is killed, and no rank is ever restarted alone. `over` is set when the
+process should end; `close` then ends the ranks and removes what was left on disk.
 """
 
 import asyncio
@@ -12,28 +14,31 @@ import tempfile
 from collections.abc import Callable, Coroutine
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol, assert_never
+from typing import Any, assert_never
 
 import structlog
+import zmq.asyncio
 
 from baton_core.effects import LookUp
 from baton_core.errors import BatonError, EngineError, Overloaded, Reason, Verdict
 from baton_core.events import Abort, AbortAll, DrainBegan, LookupFailed, Resolved, StopHere, Submit
 from baton_core.limits import Millis
-from baton_core.request import FAKE_HOST, Bootstrap, Incarnation, Request, RequestId, Sampling
-from baton_io.ipc import Emits, LoadProgress, LookUps, PeersLost, Ping, RankFailed, RankReady, Snapshot, Stop
-from baton_worker.config import RankConfig, WorkerConfig
+from baton_core.request import FAKE_HOST, Bootstrap, Request, RequestId, Room, Sampling
+from baton_io.ipc import Emits, LoadProgress, LookUps, PeersLost, RankFailed, RankReady, RegisterRanks, Snapshot
+from baton_worker.companion import Announcer, Companion
+from baton_worker.config import WorkerConfig
 from baton_worker.intake import Intake, Prepared
 from baton_worker.materials import Materials
 from baton_worker.metrics import WorkerMetrics
-from baton_worker.rank_link import FromRank, RankLink, ToRank
+from baton_worker.nodes import Hub
+from baton_worker.placement import Placement
+from baton_worker.rank_link import FromRank
+from baton_worker.rank_plan import RankPlan
+from baton_worker.rank_process import Rank, local_ranks
 from baton_worker.streams import RequestStream, Streams
-from baton_worker.supervisor import Supervisor
+from baton_worker.units import Unit, Units, merged_ready, merged_snapshot
 
 log = structlog.get_logger()
-
-FRAMES_A_REQUEST = 8
-"""Frames that one live request may have under way on the ipc: submit, look-up, stop, abort, with room to spare."""
 
 
 class State(Enum):
@@ -43,25 +48,6 @@ class State(Enum):
     SERVING = "serving"
     DRAINING = "draining"
     OVER = "over"
-
-
-class Companion(Protocol):
-    """What a role adds to the common worker."""
-
-    def check_host(self, host: str, port: int) -> Verdict | None:
-        """Why requests may not name this bootstrap address; None if they may."""
-
-    def unready(self) -> list[str]:
-        """Why the worker is not ready yet, for people; empty when nothing is missing."""
-
-    async def attend(self, ready: RankReady) -> None:
-        """Run while the rank serves. Cancelled after the last request: the time to say goodbye to others."""
-
-    async def look_up(self, lookup: LookUp) -> Resolved | LookupFailed:
-        """Find the prefill worker of a room."""
-
-    def forget(self, peers: tuple[Incarnation, ...]) -> None:
-        """What is cached about these workers is stale."""
 
 
 class Worker:
@@ -74,6 +60,7 @@ class Worker:
         materials: Materials,
         own_bootstrap: tuple[str, int],
         companion: Companion,
+        announcer: Announcer | None = None,
         clock: Callable[[], Millis],
     ) -> None:
         """`own_bootstrap` is what a leg that leaves out its bootstrap address means; `clock` is monotonic."""
@@ -81,49 +68,55 @@ class Worker:
         self.incarnation, self.model = materials.incarnation, materials.model
         self.own_bootstrap = own_bootstrap
         self.limits = config.limits
+        self.parallel = config.parallel
         self.state = State.STARTING
         self.exit_code = 0
         self.over = asyncio.Event()
-        self.rank_ready: RankReady | None = None
-        self.load_progress: LoadProgress | None = None
-        self.streams = Streams(live_max=self.limits.waiting_max)
+        self.rank_ready: RankReady | None = None  # of all ranks together
+        self.streams = Streams(live_max=self.limits.waiting_max, on_close=self._stream_closed)
         self.metrics = WorkerMetrics(self.role)
         self.intake = Intake(
             role=self.role,
             tokenizer=materials.tokenizer,
             limits=self.limits,
+            dp_size=self.parallel.dp,
             own_bootstrap=own_bootstrap,
             check_host=companion.check_host,
         )
-        self._companion = companion
-        self._last_words = ""  # why the scheduler is gone
-        self._terminating = False
+        self._companion, self._announcer = companion, announcer
+        self._placement = Placement(config.load_balance_method, self.parallel.dp, self.streams.live)
+        self._last_words = ""  # why a scheduler is gone
+        self._terminating = self._finishing = False
         self._attending: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._snapshot_wanted: list[asyncio.Future[Snapshot]] = []
+        self._registered: dict[RequestId, Room] = {}  # rooms of live requests that registries know
         self._run_dir = Path(tempfile.mkdtemp(prefix="baton-"))
-        frames_max = FRAMES_A_REQUEST * self.limits.waiting_max
-        self.link = RankLink(rank=0, run_dir=self._run_dir, frames_max=frames_max, on_message=self._rank_said)
-        rank_config = RankConfig.of(
-            config,
-            role=self.role,
-            rank=0,
-            incarnation=self.incarnation,
-            ipc_address=self.link.address,
-            model_path=str(self.model.path),
-            model_name=self.model.name,
-        )
-        self.supervisor = Supervisor(materials.rank_command, rank_config, clock=clock, ping=lambda: self.tell(Ping()))
+        self._context = zmq.asyncio.Context(io_threads=1)
+        self._hub = Hub(config, self.incarnation, self._context, clock, self._rank_said) if config.nnodes > 1 else None
+        plan = RankPlan.of(config, materials, incarnation=self.incarnation, run_dir=self._run_dir)
+        here = local_ranks(plan, materials.rank_command, self._context, clock, self._rank_said)
+        self.units = Units(self.parallel, [*here, *(self._hub.ranks if self._hub else ())])
 
     # -- life
 
     async def start(self) -> None:
-        """Bind the ipc, start the rank and return; readiness comes later."""
-        self.link.open()
-        await self.supervisor.start()
-        log.info("worker.starting", incarnation=self.incarnation, model=self.model.name, rank_pid=self.supervisor.pid)
-        self._spawn(self.link.run(), "rank link")
-        self._spawn(self._supervise(), "supervisor")
+        """Start the ranks of this node and return; readiness comes later. With several nodes, wait for them first."""
+        log.info("worker.starting", incarnation=self.incarnation, model=self.model.name, parallel=str(self.parallel))
+        if self._hub is None:
+            await self._start_ranks([])
+        else:
+            self._hub.open()
+            self._spawn(self._hub.run(), "nodes")
+            self._spawn(self._muster(self._hub), "muster")
+
+    async def _muster(self, hub: Hub) -> None:
+        await self._start_ranks(await hub.gather())
+
+    async def _start_ranks(self, hosts: list[str]) -> None:
+        await asyncio.gather(*(rank.start(hosts) for rank in self.units.ranks))
+        log.info("worker.ranks_started", pids=[rank.pid for rank in self.units.ranks])
+        for rank in self.units.ranks:
+            self._spawn(self._supervise(rank), f"watch over rank {rank.place.rank}")
 
     def terminate(self) -> None:
         """SIGTERM or Ctrl-C: drain, then end. The second time: end now."""
@@ -131,29 +124,30 @@ class Worker:
             self._end(exit_code=1)
         elif self.state is not State.OVER:
             self._terminating = True
-            self._spawn(self._drain_and_end(), "drain")
+            if not self._finishing:
+                self._spawn(self._drain_and_end(), "drain")
 
     def begin_drain(self) -> None:
         """Refuse new requests from now on; those that run may finish."""
         if self.state in (State.STARTING, State.SERVING):
             log.info("worker.draining", live_requests=len(self.streams))
             self.state = State.DRAINING
-            self.tell(DrainBegan())
+            self.units.tell_all(DrainBegan())
 
     async def close(self) -> None:
-        """End the rank and everything else; safe to call at any time."""
+        """End the ranks and everything else; safe to call at any time."""
         self.state = State.OVER
         if self._attending is not None:
             self._attending.cancel()
             await asyncio.gather(self._attending, return_exceptions=True)
-        if self.supervisor.running:
-            self.tell(Stop())
-        await self.supervisor.stop()
+        await asyncio.gather(*(rank.close() for rank in self.units.ranks))
+        if self._hub is not None:
+            self._hub.close(self.exit_code)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.intake.close()
-        self.link.close()
+        self._context.destroy(linger=0)
         shutil.rmtree(self._run_dir, ignore_errors=True)
         log.info("worker.stopped", exit_code=self.exit_code)
 
@@ -175,6 +169,9 @@ class Worker:
                 raise Overloaded("this worker is starting: its model is not loaded yet; retry later")
             case State.OVER if self._last_words:
                 raise EngineError(self._last_words, Reason.WORKER_LOST)
+            case State.DRAINING if self._last_words:
+                text = f"this worker is ending, retry with another: {self._last_words}"
+                raise Overloaded(text, Reason.DRAINING)
             case State.DRAINING | State.OVER:
                 raise Overloaded("this worker is draining; retry with another", Reason.DRAINING)
             case _:
@@ -183,9 +180,10 @@ class Worker:
     def submit(self, prepared: Prepared, rid: RequestId, budget_ms: Millis) -> RequestStream:
         """Hand a request to the scheduler. Raises BatonError when it cannot be taken."""
         self.check_open()
-        stream = self.streams.open(rid)
+        dp_rank = self._placement.choose(prepared.bootstrap, prepared.routed_dp_rank)
+        stream = self.streams.open(rid, dp_rank)
         try:
-            self.link.send(Submit(request=prepared.request(stream.scheduler_rid, budget_ms)))
+            self.units[dp_rank].send(Submit(request=prepared.request(stream.scheduler_rid, budget_ms)))
         except Overloaded:
             self.streams.close(stream)
             raise
@@ -199,113 +197,149 @@ class Worker:
         request = Request(
             rid=self.streams.scheduler_rid(rid), prompt=(), sampling=Sampling(), bootstrap=bootstrap, rejected=verdict
         )
-        self.tell(Submit(request=request))
+        self.units[self._placement.choose(bootstrap)].tell(Submit(request=request))
 
     def abort(self, stream: RequestStream, verdict: Verdict) -> None:
         """End a live request; the scheduler's answer ends the stream, unless `stream.end` did before."""
         if self.streams.find(stream.rid) is stream:
-            self.tell(Abort(rid=stream.scheduler_rid, verdict=verdict))
+            self.units[stream.dp_rank].tell(Abort(rid=stream.scheduler_rid, verdict=verdict))
 
     def abort_all(self, verdict: Verdict) -> None:
         """End every live request."""
-        self.tell(AbortAll(verdict=verdict))
+        self.units.tell_all(AbortAll(verdict=verdict))
 
     def stop_here(self, stream: RequestStream) -> None:
         """The answer is complete without more tokens."""
         if self.streams.find(stream.rid) is stream:
-            self.tell(StopHere(rid=stream.scheduler_rid))
+            self.units[stream.dp_rank].tell(StopHere(rid=stream.scheduler_rid))
 
     # -- what operators ask
 
     def unready(self) -> list[str]:
         """Why `/ready` says no; empty when the worker takes requests."""
         reasons = [] if self.state is State.SERVING else [f"the worker is {self.state.value}"]
-        if self.rank_ready is not None and not self.supervisor.progressing:
-            reasons.append(f"rank 0 has made no progress for {self.supervisor.progress_age_ms} ms")
+        reasons += self.units.why_unready()
         return reasons + (self._companion.unready() if self.state is State.SERVING else [])
 
+    async def fresh_snapshots(self, wait_ms: Millis) -> list[Snapshot]:
+        """The numbers of every rank as of now, by rank. Raises TimeoutError when one does not answer."""
+        return await self.units.fresh_snapshots(wait_ms)
+
     async def fresh_snapshot(self, wait_ms: Millis) -> Snapshot:
-        """The scheduler's numbers as of now. Raises TimeoutError when it does not answer."""
-        wanted: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
-        self._snapshot_wanted.append(wanted)
-        self.tell(Ping())
-        async with asyncio.timeout(wait_ms / 1000):
-            return await wanted
+        """The numbers of all units together as of now. Raises TimeoutError when one does not answer."""
+        return self.whole(await self.fresh_snapshots(wait_ms))
 
-    def tell(self, message: ToRank) -> None:
-        """Send to the rank what cannot be refused; a rank that takes nothing is left to the watch over its progress."""
-        if not self.link.is_open:
-            return
-        try:
-            self.link.send(message)
-        except Overloaded as error:
-            log.warning("rank.not_reading", message=type(message).__name__, error=str(error))
+    def of_leaders(self, snapshots: list[Snapshot]) -> list[Snapshot]:
+        """Of the snapshots of all ranks, one a unit: siblings hold the same state."""
+        return [one for one in snapshots if self.parallel.place(one.rank).leads]
 
-    # -- what the rank says
+    def whole(self, snapshots: list[Snapshot]) -> Snapshot:
+        """Of the snapshots of all ranks, the sum over the units."""
+        return merged_snapshot(self.of_leaders(snapshots))
 
-    def _rank_said(self, message: FromRank) -> None:
+    # -- what the ranks say
+
+    def _rank_said(self, rank: Rank, message: FromRank) -> None:
+        unit = self.units[rank.place.dp_rank]
         match message:
             case Emits():
                 self.streams.deliver(message.emits)
             case Snapshot():
-                self._snapshot(message)
+                if rank.place.leads:
+                    self.metrics.apply(unit.dp_rank, message)
             case LookUps():
                 for lookup in message.lookups:
-                    self._spawn(self._look_up(lookup), "look-up")
+                    self._spawn(self._look_up(unit, lookup), "look-up")
+            case RegisterRanks():
+                self._register(message)
             case PeersLost():
                 self._companion.forget(message.peers)
             case RankReady():
                 self._rank_is_ready(message)
             case LoadProgress():
-                self.load_progress = message
+                pass  # `heard` has it
             case RankFailed():
-                self._last_words = message.text
                 log.error("rank.failed", rank=message.rank, error=message.text)
             case _:
                 assert_never(message)
 
     def _rank_is_ready(self, ready: RankReady) -> None:
-        self.rank_ready, self.load_progress = ready, None
-        self.supervisor.loaded()
-        if self.state is State.STARTING:
-            self.state = State.SERVING
-            self._attending = self._spawn(self._companion.attend(ready), "companion")
         log.info(
             "rank.ready",
+            rank=ready.rank,
             pid=ready.pid,
             load_seconds=round(ready.load_seconds, 2),
             kv_pages=ready.kv_pages,
             context_tokens=ready.context_tokens,
         )
+        readies = self.units.ready
+        if readies is None or self.state is State.OVER:
+            return
+        try:
+            self.rank_ready = merged_ready(readies)
+        except EngineError as error:
+            self._fail(error.verdict.text)
+            return
+        if self.state is State.STARTING:
+            self.state = State.SERVING
+            self._attending = self._spawn(self._companion.attend(readies), "companion")
 
-    def _snapshot(self, snapshot: Snapshot) -> None:
-        self.supervisor.progressed(snapshot.progress)
-        self.metrics.apply(snapshot)
-        wanted, self._snapshot_wanted = self._snapshot_wanted, []
-        for future in wanted:
-            if not future.done():
-                future.set_result(snapshot)
+    def _register(self, message: RegisterRanks) -> None:
+        if self._announcer is None:
+            return
+        self._announcer.register(message.rooms)
+        for one in message.rooms:
+            if self.streams.is_live(one.rid):
+                self._registered[one.rid] = one.room
+            else:
+                self._announcer.close_room(one.room)  # told once: decode's leg may still ask
 
-    async def _look_up(self, lookup: LookUp) -> None:
+    def _stream_closed(self, stream: RequestStream) -> None:
+        room = self._registered.pop(stream.scheduler_rid, None)
+        if room is not None and self._announcer is not None:
+            self._announcer.close_room(room)
+
+    async def _look_up(self, unit: Unit, lookup: LookUp) -> None:
         try:
             found: Resolved | LookupFailed = await self._companion.look_up(lookup)
         except BatonError as error:
             found = LookupFailed(rid=lookup.rid, verdict=error.verdict)
-        self.tell(found)
+        unit.tell(found)
 
     # -- the end
 
-    async def _supervise(self) -> None:
-        what = await self.supervisor.watch()
-        if self.state is State.OVER:
+    async def _supervise(self, rank: Rank) -> None:
+        what = await rank.watch()
+        unit = self.units[rank.place.dp_rank]
+        if self.state is not State.OVER and not unit.lost:
+            where = "" if self.parallel.dp == 1 else f" of DP rank {unit.dp_rank}"
+            text = f"{self.role.value} worker lost its scheduler{where}: {what}"
+            self._lose(unit, f"{text}: {rank.heard.last_words}" if rank.heard.last_words else text)
+
+    def _lose(self, unit: Unit, text: str) -> None:
+        """A rank of this unit is gone, and so is the unit. Others finish what they have, if they can without it."""
+        self._last_words = text
+        log.error("unit.lost", dp_rank=unit.dp_rank, what=text, live_requests=self.streams.live(unit.dp_rank))
+        unit.lose(text)
+        self.streams.end_all(Verdict(reason=Reason.WORKER_LOST, text=text), unit.dp_rank)
+        if self.state is State.STARTING or self.parallel.dp_attention or not self.units.live:
+            self._fail(text)
             return
-        text = f"{self.role.value} worker lost its scheduler: {what}"
-        self._last_words = f"{text}: {self._last_words}" if self._last_words else text
-        log.error("rank.lost", what=what, live_requests=len(self.streams))
-        self.streams.end_all(Verdict(reason=Reason.WORKER_LOST, text=self._last_words))
+        if self._announcer is not None:
+            self._announcer.unit_lost(unit.dp_rank)
+        self.exit_code = 1
+        self.begin_drain()  # now: no request may go to a unit that is gone
+        if not self._finishing:
+            self._spawn(self._drain_and_end(), "drain without a unit")
+
+    def _fail(self, text: str) -> None:
+        """Nothing can go on: everybody gets one 500."""
+        self._last_words = text
+        self.streams.end_all(Verdict(reason=Reason.WORKER_LOST, text=text))
         self._end(exit_code=1)
 
     async def _drain_and_end(self) -> None:
+        self._finishing = True
         self.begin_drain()
         try:
             async with asyncio.timeout(self.limits.drain_ms / 1000):
@@ -335,6 +369,5 @@ class Worker:
         if error is not None:
             # Nothing may die unseen: a worker without one of its parts only looks alive.
             log.error("worker.task_failed", task=task.get_name(), exc_info=error)
-            self._last_words = self._last_words or f"internal error in {task.get_name()}: {error!r}"
-            self.streams.end_all(Verdict(reason=Reason.WORKER_LOST, text=self._last_words))
-            self._end(exit_code=1)
+            said = error.verdict.text if isinstance(error, BatonError) else repr(error)
+            self._fail(self._last_words or f"internal error in {task.get_name()}: {said}")

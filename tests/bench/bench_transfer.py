@@ -24,22 +24,27 @@ import time
 from pathlib import Path
 
 import numpy as np
+import structlog
 import torch
 
 from baton_core.agreement import KVPoll
 from baton_core.effects import Push
-from baton_core.kv_layout import Layout
+from baton_core.kv_layout import UnitLayout
 from baton_core.messages import MetadataRow, PageOrder
 from baton_engine.kv_pool import KVPool, PoolShape, RowMemory
-from baton_engine.transfer import shm_sender
+from baton_engine.transfer import shm_way
+from baton_engine.transfer.attempts import AttemptTable
 from baton_engine.transfer.protocol import Receiver, Sender
+from baton_engine.transfer.receiver import PageReceiver
+from baton_engine.transfer.sender import PageSender
 from baton_engine.transfer.shm_copier import DecodeMemory
-from baton_engine.transfer.shm_receiver import ShmReceiver
-from baton_engine.transfer.tcp_receiver import TcpReceiver
-from baton_engine.transfer.tcp_sender import TcpSender
+from baton_engine.transfer.shm_door import ShmDoor
+from baton_engine.transfer.tcp_door import TcpDoor
+from baton_engine.transfer.tcp_way import TcpWay
 
 SHAPE = PoolShape(pages=160, layers=30, kv_heads=3, page_tokens=16, head_dim=64, dtype=torch.bfloat16)
-LAYOUT = Layout(page_tokens=16, first_layer=0, end_layer=30, first_head=0, end_head=3, head_dim=64, element_bytes=2)
+LAYOUT = UnitLayout(page_tokens=16, layers=30, kv_heads=3, head_dim=64, element_bytes=2)
+PREFILL, DECODE = "p1/0.0", "d1/0.0"
 MEASURED_PAGES = 1024 // SHAPE.page_tokens
 MEASURED_BYTES = MEASURED_PAGES * SHAPE.page_bytes
 WARM_UP_ROUNDS = 5
@@ -90,13 +95,15 @@ class Prefill:
     """The child: obeys one line of JSON after the other and answers each with one."""
 
     def __init__(self) -> None:
-        shm_sender.DecodeMemory = StampedMemory  # type: ignore[attr-defined]
+        shm_way.DecodeMemory = StampedMemory  # type: ignore[attr-defined]
         self.pool, self.bell = KVPool(SHAPE), Bell()
         self.pool.tensor.fill_(1.0)
-        self.ends: dict[str, Sender] = {
-            "shm": shm_sender.ShmSender(self.pool, LAYOUT, "P", self.bell, connect_timeout_ms=5_000),
-            "tcp": TcpSender(self.pool.memory, LAYOUT, "P", self.bell, connect_timeout_ms=5_000),
+        shm, tcp = AttemptTable(self.bell), AttemptTable(self.bell)
+        ways = {
+            "shm": (shm, shm_way.ShmWay(self.pool, PREFILL, shm, self.bell, connect_timeout_ms=5_000)),
+            "tcp": (tcp, TcpWay(self.pool, PREFILL, tcp, connect_timeout_ms=5_000)),
         }
+        self.ends = {name: PageSender(table, LAYOUT, 0, [way]) for name, (table, way) in ways.items()}
         self.source = np.ones(MEASURED_BYTES, dtype=np.uint8)
         self.target = np.ones(MEASURED_BYTES, dtype=np.uint8)
 
@@ -120,18 +127,18 @@ class Prefill:
 
     def order(self, way: str, address: str, room: int, pages: list[int], granted: bool) -> bool:
         self.sender, self.room, self.first = self.ends[way], room, len(pages) - MEASURED_PAGES
-        self.sender.offer(room, 1, "D", len(pages))
+        self.sender.offer(room, 1, DECODE, LAYOUT, len(pages) * LAYOUT.page_tokens)
         order = PageOrder(
             room=room,
             attempt=1,
-            incarnation="D",
+            incarnation=DECODE,
             pages=tuple(pages),
             row=0,
             backend=way,
             address=address,
             layout=LAYOUT.to_text(),
         )
-        self.sender.order("D", order)
+        self.sender.order(DECODE, order)
         self.bell.until(self.sender, room, KVPoll.WaitingForInput)
         self.numbers = random.Random(room).sample(range(SHAPE.pages), len(pages))
         if granted:
@@ -157,12 +164,13 @@ class Decode:
 
     def __init__(self) -> None:
         self.pool, self.rows, self.bell = KVPool(SHAPE), StampedRows(4), Bell()
-        self.ends: dict[str, Receiver] = {
-            "shm": ShmReceiver(self.pool, self.rows, self.bell),
-            "tcp": TcpReceiver(
-                self.pool.memory, SHAPE.page_bytes, self.rows, self.bell, host="127.0.0.1", advertise_host="127.0.0.1"
-            ),
+        shm, tcp = AttemptTable(self.bell), AttemptTable(self.bell)
+        host = {"host": "127.0.0.1", "advertise_host": "127.0.0.1"}
+        doors = {
+            "shm": (shm, ShmDoor(self.pool, self.rows, shm)),
+            "tcp": (tcp, TcpDoor(self.pool, self.rows, tcp, **host)),
         }
+        self.ends = {name: PageReceiver(table, LAYOUT, 0, self.rows, [door]) for name, (table, door) in doors.items()}
         command = [sys.executable, str(Path(__file__)), "--prefill"]
         self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.room = 0
@@ -203,7 +211,7 @@ class Decode:
         self.room += 1
         receiver, room = self.ends[way], self.room
         pages = random.Random(-room).sample(range(SHAPE.pages), MEASURED_PAGES + granted)
-        receiver.expect(room, 1, "P", tuple(pages), 0)
+        receiver.expect(room, 1, PREFILL, LAYOUT, len(pages) * LAYOUT.page_tokens, tuple(pages), 0)
         self.ask("order", way=way, address=receiver.address, room=room, pages=pages, granted=granted)
         self.tell("push")
         self.bell.until(receiver, room, KVPoll.Success)
@@ -243,6 +251,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.prefill:
+        structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # stdout is for answers
         Prefill().run()
         return
     decode = Decode()

@@ -68,6 +68,10 @@ class FakeWorker:
         self.loads: list[dict[str, Any]] = []  # what /v1/loads tells; nothing: 404
         self.received: list[Received] = []
         self.registered: list[dict[str, Any]] = []  # bodies of /register_dp_rank
+        self.topology: dict[str, Any] = {}  # what its registry says of it as a whole; nothing: 404
+        self.topology_asked: list[str] = []  # for which instance
+        self.is_frozen = False  # answers no probe
+        self.probed = 0
         self.arrival = asyncio.Event()
         self.release = asyncio.Event()  # scripts that hold something wait for it
         self.url = ""
@@ -82,11 +86,12 @@ class FakeWorker:
         app.router.add_get("/v1/loads", self._loads)
         app.router.add_post("/flush_cache", self._flush)
         app.router.add_post("/register_dp_rank", self._register)
+        app.router.add_get("/route", self._route)
         # A handler is cancelled when its client goes away: that is how a worker notices.
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01, access_log=None)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
+        self._site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await self._site.start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         return self
 
@@ -98,7 +103,23 @@ class FakeWorker:
         self.release.set()
         await self._runner.cleanup()
 
+    async def refuse(self) -> None:
+        """New connections are refused; those that are open stay."""
+        await self._site.stop()
+
+    async def kill(self) -> None:
+        """Every connection is reset, all at once, and new ones are refused."""
+        server = self._runner.server
+        assert server is not None
+        await self.refuse()
+        for connection in list(server.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+
     async def _ready(self, _request: web.Request) -> web.Response:
+        self.probed += 1
+        if self.is_frozen:
+            await asyncio.Event().wait()
         status, body = self.ready_answer
         return web.json_response(body, status=status)
 
@@ -114,6 +135,11 @@ class FakeWorker:
     async def _register(self, request: web.Request) -> web.Response:
         self.registered.append(await request.json())
         return web.Response(text="OK")
+
+    async def _route(self, request: web.Request) -> web.Response:
+        assert request.query["prefill_dp_rank"] == "-1"
+        self.topology_asked.append(request.query.get("instance", ""))
+        return web.json_response(self.topology, status=200 if self.topology else 404)
 
     async def _flush(self, _request: web.Request) -> web.Response:
         return web.json_response({})
@@ -217,9 +243,55 @@ def dies_after(*pieces: bytes) -> Script:
     return script
 
 
-async def stream_head(request: web.Request) -> web.StreamResponse:
+def tells(*, dies_at: int = 0, gives_up: int = 0, ignores: bool = False, tokens: tuple[str, ...] = TOKENS) -> Script:
+    """A decode worker of ours: each token with its record, from where a continuation left off.
+
+    Before token `dies_at` (0: never) its connection breaks within an event, or, with `gives_up`, it ends the answer
+    with an error of that status. `ignores`: it knows nothing of continuations.
+    """
+
+    async def script(worker: FakeWorker, request: web.Request, received: Received) -> web.StreamResponse:
+        body, is_asked = received.body, received.headers.get("x-baton-token-ids") == "1" and not ignores
+        if "bootstrap_room" in body:
+            await worker.rooms.room(body["bootstrap_room"]).wait()
+        past = [] if ignores else [token for part in body.get("baton_continuation", []) for token in part["tokens"]]
+        assert past == list(range(len(past))), "the tokens told, in their order, each once"
+        response = await stream_head(request, {"x-baton-token-ids": str(len(past))} if is_asked else {})
+        for number in range(len(past), len(tokens)):
+            is_last = number == len(tokens) - 1
+            events = told(request.path, tokens, number) + (b"data: [DONE]\n\n" if is_last else b"")
+            if number == dies_at > 0 and gives_up:
+                error = event({"error": {"message": "the rank is gone", "code": gives_up, "reason": "worker_lost"}})
+                await response.write(record(error, b"fail", gives_up))
+                return response
+            if number == dies_at > 0:
+                await response.write(events[:-1])
+                assert request.transport is not None
+                request.transport.close()
+                return response
+            await response.write(
+                record(events, b"last" if is_last else b"part", {"tokens": [number]}) if is_asked else events
+            )
+        return response
+
+    return script
+
+
+def told(path: str, tokens: tuple[str, ...], number: int) -> bytes:
+    """The event of token `number`: all text so far on `/generate`, what is new elsewhere."""
+    if path == "/generate":
+        return event({"text": "".join(tokens[: number + 1]), "meta_info": {"input_token_logprobs": []}})
+    return event({"choices": [{"index": 0, "text": tokens[number]}]})
+
+
+def record(events: bytes, kind: bytes, value: object) -> bytes:
+    """`events` with a record in the last of them."""
+    return events[:-1] + b"baton-" + kind + b": " + json.dumps(value).encode() + b"\n\n"
+
+
+async def stream_head(request: web.Request, headers: dict[str, str] | None = None) -> web.StreamResponse:
     """The head of an event stream, sent."""
-    response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
+    response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"} | (headers or {}))
     await response.prepare(request)
     return response
 

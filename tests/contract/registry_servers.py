@@ -44,11 +44,16 @@ async def serving(app: ASGIApp, port: int = 0) -> AsyncIterator[int]:
     try:
         yield bound.getsockname()[1]
     finally:
-        for connection in list(server.server_state.connections):
-            connection.transport.abort()
+        _cut(server)
         server.should_exit = True
         await task
+        _cut(server)  # who came back meanwhile
         bound.close()
+
+
+def _cut(server: uvicorn.Server) -> None:
+    for connection in list(server.server_state.connections):
+        connection.transport.abort()
 
 
 @asynccontextmanager

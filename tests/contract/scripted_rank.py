@@ -2,16 +2,20 @@
 
     echo…   the prompt comes back as the answer, one token a message (also any other id)
     hold…   one token, then nothing until an abort
+    step…   as echo, but a token at each ping
     mute…   nothing until an abort
     fail…   the request fails before its first token
     break…  one token, and at the next ping it fails
     die…    the process exits with code 3
+    words…  the process says why and exits with code 1
     stall…  the process stops reading
+    reg…    the room is to be registered for this DP rank; then as hold
 
 Who asks for logprobs gets -token/1000 for each token, and of the likeliest beside it the token itself and those that
 follow it, each worth 1 less. A decode worker says nothing about the prompt of a request with a room.
 
-What it was told is counted in the gauges of its snapshots: `seen{event=Abort}`, `rejected{reason=…}`.
+Rank r has 64 - r pages and a context of 512 - r tokens. What it was told is counted in the gauges of its snapshots:
+`seen{event=Abort}`, `rejected{reason=…}`.
 """
 
 import os
@@ -22,12 +26,24 @@ from collections import Counter
 
 import zmq
 
-from baton_core.effects import Emit, LookUp
+from baton_core.effects import Emit, LookUp, RegisterRank
 from baton_core.errors import Reason, Verdict
 from baton_core.events import Abort, AbortAll, LookupFailed, Resolved, StopHere, Submit
 from baton_core.request import Finish, FinishType, Request, TokenLogprob
 from baton_io.config import from_json
-from baton_io.ipc import TO_APP, TO_RANK, Emits, LookUps, Ping, RankReady, Snapshot, Stop
+from baton_io.ipc import (
+    TO_APP,
+    TO_RANK,
+    Emits,
+    LoadProgress,
+    LookUps,
+    Ping,
+    RankFailed,
+    RankReady,
+    RegisterRanks,
+    Snapshot,
+    Stop,
+)
 from baton_worker.config import RankConfig, Role
 
 CONTEXT_TOKENS = 512
@@ -38,25 +54,29 @@ class ScriptedRank:
 
     def __init__(self, config: RankConfig, socket: "zmq.Socket[bytes]") -> None:
         self._config = config
+        self._dp_rank = config.parallel.place(config.rank).dp_rank
         self._socket = socket
         self._live: dict[str, Request] = {}
         self._gauges: Counter[str] = Counter()
         self._turns = 0
         self._top: dict[str, int] = {}
         self._scores: dict[str, list[TokenLogprob]] = {}
+        self._steps: dict[str, list[int]] = {}  # tokens of `step…` that are still to come
 
     def run(self) -> None:
+        rank = self._config.rank
+        self._say(LoadProgress(rank=rank, what="weights", done=1, total=1))
         self._say(
             RankReady(
-                rank=0,
+                rank=rank,
                 pid=os.getpid(),
                 rank_host="127.0.0.1",
-                rank_port=0,
+                rank_port=40_000 + rank,
                 fingerprint="scripted",
-                kv_pages=64,
+                kv_pages=64 - rank,
                 page_tokens=self._config.page_tokens,
                 kv_bytes=4_096,
-                context_tokens=CONTEXT_TOKENS,
+                context_tokens=CONTEXT_TOKENS - rank,
                 kv_dtype=self._config.dtype,
                 load_seconds=0.0,
             )
@@ -82,8 +102,11 @@ class ScriptedRank:
                 case Ping():
                     for rid in [rid for rid in self._live if rid.startswith("break")]:
                         self._abort(rid, Verdict(reason=Reason.PEER_LOST, text="the peer went away"))
-                    gauges = {**self._gauges, "live": len(self._live)}
-                    self._say(Snapshot(rank=0, progress=self._turns, gauges=gauges))
+                    for rid in [rid for rid in self._live if rid.startswith("step")]:
+                        self._step(rid)
+                    live = {"live": len(self._live), "queue_requests{queue=running}": len(self._live)}
+                    pages = {"pages": 64, "pages_free": 64 - len(self._live)}
+                    self._say(Snapshot(rank=rank, progress=self._turns, gauges={**self._gauges, **live, **pages}))
                 case Stop():
                     return
 
@@ -97,14 +120,29 @@ class ScriptedRank:
         self._gauges[f"sampling{{seed={request.sampling.seed},most={request.sampling.max_new_tokens}}}"] += 1
         act = {
             "hold": lambda: self._emit(request.rid, request.prompt[:1]),
+            "step": lambda: self._steps.update({request.rid: list(echo_of(request))}),
             "mute": lambda: None,
             "fail": lambda: self._abort(request.rid, Verdict(reason=Reason.LOOKUP_FAILED, text="no such worker")),
             "brea": lambda: self._emit(request.rid, request.prompt[:1]),
             "die": lambda: os._exit(3),
             "stal": signal.pause,
+            "word": lambda: self._last_words(),
+            "reg": lambda: self._register(request),
             "look": lambda: self._say(LookUps(lookups=(LookUp(rid=request.rid, bootstrap=request.bootstrap),))),
         }
         act.get(request.rid.split("-")[0][:4], lambda: self._echo(request))()
+
+    def _last_words(self) -> None:
+        self._say(RankFailed(rank=self._config.rank, text="rank 1 did not take part in a collective"))
+        self._socket.close(linger=1_000)
+        self._socket.context.term()
+        os._exit(1)
+
+    def _register(self, request: Request) -> None:
+        assert request.bootstrap is not None
+        one = RegisterRank(rid=request.rid, room=request.room, dp_rank=self._dp_rank, bootstrap=request.bootstrap)
+        self._say(RegisterRanks(rooms=(one,)))
+        self._emit(request.rid, request.prompt[:1])
 
     def _note_logprobs(self, request: Request) -> None:
         asked = request.sampling
@@ -118,13 +156,23 @@ class ScriptedRank:
 
     def _echo(self, request: Request) -> None:
         # The last one goes out with the finish, as from the real core; a frame that is no message must harm nobody.
-        tokens = request.prompt[: request.sampling.max_new_tokens]
+        tokens = echo_of(request)
         self._socket.send(b"\xff not a message")
         for token in tokens[:-1]:
             self._emit(request.rid, (token,))
-        stopped = tokens[-1] in request.sampling.stop_token_ids
+        self._end(request, tokens[-1])
+
+    def _step(self, rid: str) -> None:
+        token, *self._steps[rid] = self._steps[rid]
+        if self._steps[rid]:
+            self._emit(rid, (token,))
+        else:
+            self._end(self._live[rid], token)
+
+    def _end(self, request: Request, token: int) -> None:
+        stopped = token in request.sampling.stop_token_ids
         kind = FinishType.STOP if stopped else FinishType.LENGTH
-        self._emit(request.rid, tokens[-1:], Finish(type=kind, matched=tokens[-1] if stopped else None))
+        self._emit(request.rid, (token,), Finish(type=kind, matched=token if stopped else None))
 
     def _abort(self, rid: str, verdict: Verdict) -> None:
         if rid in self._live:
@@ -141,6 +189,14 @@ class ScriptedRank:
 
     def _say(self, message: object) -> None:
         self._socket.send(TO_APP.encode(message))
+
+
+def echo_of(request: Request) -> tuple[int, ...]:
+    """The prompt, as an answer. A continuation has what was told of it before at the end of its prompt."""
+    told = request.sampling.output_offset
+    prompt = request.prompt[: len(request.prompt) - told]
+    assert request.prompt[len(prompt) :] == prompt[:told], "the answer so far is what the echo of the prompt was"
+    return prompt[told:][: request.sampling.max_new_tokens]
 
 
 def judged(token: int, top: int) -> TokenLogprob:

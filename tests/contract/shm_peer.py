@@ -11,6 +11,7 @@ import select
 import signal
 import socket
 import sys
+from pathlib import Path
 
 import torch
 
@@ -18,11 +19,12 @@ from baton_core.agreement import KVPoll
 from baton_core.effects import Push
 from baton_core.kv_layout import plan
 from baton_engine.kv_pool import KVPool, PoolShape, RowMemory
-from baton_engine.transfer.attempts import Attempt, AttemptTable
-from baton_engine.transfer.shm_copier import Bytes, Copier, DecodeMemory, Job, PoolSource, Target
-from baton_engine.transfer.shm_receiver import ShmReceiver
+from baton_engine.transfer.attempts import AttemptTable, Outgoing
+from baton_engine.transfer.pool_bytes import Bytes, PoolSource
+from baton_engine.transfer.shm_copier import Copier, DecodeMemory
 from baton_engine.transfer.shm_wire import hello, own_boot_id, receive_welcome
-from contract.transfer_pairs import Bell, layout_of, row_of
+from baton_engine.transfer.ways import Job, Target
+from contract.transfer_pairs import DECODE, PREFILL, Bell, layout_of, make_receiver, row_of
 
 LARGE = PoolShape(pages=8, layers=8, kv_heads=8, page_tokens=16, head_dim=128, dtype=torch.float32)  # 1 MiB a page
 ORDER = (1, 0, 3, 2, 5, 4, 7, 6)  # so that no two pages are neighbours on both sides: a copy a page, two a batch
@@ -45,17 +47,18 @@ class StoppingSource(PoolSource):
 def write(address: str, stop_at: int) -> None:
     pool = KVPool(LARGE)
     pool.tensor.fill_(7.0)
-    table = AttemptTable(Bell())
-    one = Attempt(room=7, attempt=1, peer="D", status=KVPoll.WaitingForInput, pages_total=len(ORDER))
+    table, layout = AttemptTable(Bell()), layout_of(LARGE)
+    tokens = len(ORDER) * LARGE.page_tokens
+    one = Outgoing(room=7, attempt=1, prompt_tokens=tokens, pages_total=len(ORDER), status=KVPoll.WaitingForInput)
+    one.add_flow(DECODE, plan(layout, 0, layout, 0), carries_row=True)
     table.open(one)
     stream = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     stream.connect(address)
-    stream.send(hello(own_boot_id(), "P"))
+    stream.send(hello(own_boot_id(), PREFILL))
     memory = DecodeMemory(*receive_welcome(stream))
     copier = Copier(stream, memory, StoppingSource(pool, stop_at), table, "writer", lambda: False)
-    runs = plan(layout_of(LARGE), layout_of(LARGE))
     push = Push(room=7, attempt=1, first=0, pages=tuple(range(len(ORDER))), row=row_of())
-    copier.take(Job(one, push, Target(pages=ORDER, row=2, page_bytes=LARGE.page_bytes, runs=runs)))
+    copier.take(Job(one.flows[DECODE], Target(address=address, pages=ORDER, row=2, page_bytes=LARGE.page_bytes), push))
     print("asked", flush=True)
     while select.select([stream, sys.stdin], [], [])[0] == [stream]:
         copier.hear()
@@ -65,8 +68,9 @@ def write(address: str, stop_at: int) -> None:
 
 def read(directory: str) -> None:
     pool, rows = KVPool(LARGE), RowMemory(4)
-    receiver = ShmReceiver(pool, rows, Bell(), directory=directory)
-    receiver.expect(7, 1, "P", ORDER, 2)
+    layout, bell = layout_of(LARGE), Bell()
+    receiver = make_receiver("shm", pool, rows, bell, Path(directory), layout)
+    receiver.expect(7, 1, PREFILL, layout, len(ORDER) * LARGE.page_tokens, ORDER, 2)
     print(receiver.address, flush=True)
     sys.stdin.read()
 

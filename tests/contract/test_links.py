@@ -59,7 +59,7 @@ def ends() -> Iterator[Ends]:
 
 
 def accepted(room: int) -> Accepted:
-    return Accepted(room=room, attempt=1, dp_rank=0)
+    return Accepted(room=room, attempt=1, dp_rank=0, layout="")
 
 
 def test_messages_arrive_once_and_in_order_both_ways(ends: Ends) -> None:

@@ -164,6 +164,8 @@ async def test_rooms_are_registered_and_queried(http: httpx.AsyncClient) -> None
         ("PUT", "/route", b"[" * 60_000, "not JSON"),
         ("PUT", "/route", b"{}", "system_dp_size is missing"),
         ("POST", "/register_dp_rank", b'{"dp_rank":1}', "bootstrap_room is missing"),
+        ("POST", "/register_dp_rank", b'{"dp_ranks":[1]}', "dp_ranks must be an object from room to DP rank"),
+        ("POST", "/register_dp_rank", b'{"dp_ranks":{"x":1}}', "bootstrap_room must be an integer"),
         ("POST", "/register_dp_rank", b'{"bootstrap_room":1.5,"dp_rank":1}', "bootstrap_room must be an integer"),
         ("POST", "/register_dp_rank", b'{"bootstrap_room":-1,"dp_rank":1}', "bootstrap_room must be between"),
         ("POST", "/register_dp_rank", b'{"bootstrap_room":1,"dp_rank":true}', "dp_rank must be an integer"),
@@ -267,6 +269,57 @@ async def test_a_worker_leaves_and_look_ups_know_at_once(http: httpx.AsyncClient
     assert (await http.delete("/v1/instances/p0", params={"incarnation": "b"})).status_code == 404
     assert (await http.delete("/v1/instances/p0", params={"incarnation": "a"})).status_code == 200
     assert (await http.get("/route", params=RANK_0)).status_code == 503
+
+
+async def test_one_unit_leaves_and_the_worker_counts_as_complete_without_it(http: httpx.AsyncClient) -> None:
+    for dp, tp in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        extra = {"attn_dp_size": 2, "attn_dp_rank": dp, "rank_port": 20_000 + 2 * dp + tp}
+        await http.put("/route", json=sglang_body(tp, tp_size=2, instance="p0", incarnation="a", **extra))
+    left = await http.delete("/v1/instances/p0", params={"incarnation": "a", "dp_rank": 1})
+    assert left.status_code == 200
+    assert (await http.get("/route", params=TOPOLOGY)).json()["dp_size"] == 2
+    assert (await http.get("/route", params=RANK_0)).status_code == 200
+    gone = await http.get("/route", params=RANK_0 | {"prefill_dp_rank": 1})
+    assert gone.status_code == 404 and "dp_rank=1" in gone.text
+    (entry,) = (await http.get("/v1/instances")).json()["instances"]
+    assert (entry["ranks_registered"], entry["ranks_total"], entry["ready"]) == (2, 4, True)
+    for wrong, status in (({"incarnation": "b", "dp_rank": 0}, 404), ({"dp_rank": 2}, 400), ({"dp_rank": "x"}, 400)):
+        assert (await http.delete("/v1/instances/p0", params=wrong)).status_code == status
+    again = {"attn_dp_size": 2, "attn_dp_rank": 1, "rank_port": 30_000}
+    await http.put("/route", json=sglang_body(0, tp_size=2, instance="p0", incarnation="a", **again))
+    (entry,) = (await http.get("/v1/instances")).json()["instances"]
+    assert (entry["ranks_registered"], entry["ready"]) == (3, False), "a rank that comes back is waited for in full"
+
+
+async def test_many_rooms_are_told_at_once_and_a_wrong_one_harms_no_other(http: httpx.AsyncClient) -> None:
+    await http.put("/route", json=sglang_body(attn_dp_size=2, instance="p0"))
+    rooms = {"5": 0, "6": 1, str(2**63 - 1): 1, "7": 2}
+    answer = await http.post("/register_dp_rank", json={"instance": "p0", "dp_ranks": rooms})
+    assert (answer.status_code, answer.text) == (400, "dp_rank must be between 0 and 1, not 2")
+    found = await http.post("/query_dp_ranks", json={"bootstrap_rooms": [5, 6, 7, 2**63 - 1], "instance": "p0"})
+    assert found.json() == {"5": 0, "6": 1, str(2**63 - 1): 1}
+
+
+async def test_ranks_of_many_units_count_once_each_in_any_order_and_never_too_early(http: httpx.AsyncClient) -> None:
+    layout = {"attn_dp_size": 2, "pp_size": 2, "attn_cp_size": 2}
+    keys = [(dp, pp, cp, tp) for dp in (0, 1) for pp in (0, 1) for cp in (0, 1) for tp in (0, 1)]
+    bodies = [
+        sglang_body(tp, tp_size=2, **layout, attn_dp_rank=dp, pp_rank=pp, attn_cp_rank=cp, rank_port=1_000 + number)
+        for number, (dp, pp, cp, tp) in enumerate(keys)
+    ]
+    for body in [*reversed(bodies[1:]), *bodies[1:]]:
+        assert (await http.put("/route", json=body)).status_code == 200
+    waiting = await http.get("/route", params=TOPOLOGY)
+    assert (waiting.status_code, waiting.text[:60]) == (
+        503,
+        "Prefill server not fully registered yet (15 workers register",
+    )
+    await http.put("/route", json=bodies[0])
+    last = {"prefill_dp_rank": 1, "prefill_cp_rank": 1, "target_tp_rank": 0, "target_pp_rank": 1}
+    assert (await http.get("/route", params=last)).json()["rank_port"] == 1_014
+    wrong = sglang_body(0, tp_size=2, **layout | {"pp_size": 1})
+    refused = await http.put("/route", json=wrong)
+    assert refused.status_code == 400 and "pp_size is 2 here, 1 sent" in refused.text
 
 
 async def test_a_changed_rank_address_is_seen_by_the_next_look_up(http: httpx.AsyncClient) -> None:

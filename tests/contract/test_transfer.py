@@ -9,25 +9,25 @@ import torch
 from baton_core.agreement import KVPoll
 from baton_core.effects import Push
 from baton_core.errors import Reason
-from contract.transfer_pairs import LAYOUT, PAGES, Pair, make_pair, row_of
+from contract.transfer_pairs import DECODE, LAYOUT, PAGES, Pair, make_pair, row_of
 
 
-@pytest.fixture(params=["tcp", "tcp alone", "shm", "auto", "fake"])
+@pytest.fixture(params=["tcp", "shm", "auto", "staged", "fake"])
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
     yield from make_pair(request.param, tmp_path)
 
 
-@pytest.fixture(params=["tcp", "tcp alone", "shm", "auto"])
+@pytest.fixture(params=["tcp", "shm", "auto", "staged"])
 def moving_pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
     """A backend that moves bytes."""
     yield from make_pair(request.param, tmp_path)
 
 
 def test_a_sender_is_bootstrapping_until_it_is_ordered_and_then_waits_for_input(moving_pair: Pair) -> None:
-    moving_pair.sender.offer(7, 1, "D", 3)
+    moving_pair.offer()
     assert moving_pair.sent().poll is KVPoll.Bootstrapping
-    moving_pair.receiver.expect(7, 1, "P", (5, 3, 9), 2)
-    moving_pair.sender.order("D", moving_pair.order(7, 1, (5, 3, 9), 2))
+    moving_pair.expect()
+    moving_pair.sender.order(DECODE, moving_pair.order(7, 1, (5, 3, 9), 2))
     moving_pair.bell.until(lambda: moving_pair.sent().poll is KVPoll.WaitingForInput, "the order is taken")
 
 
@@ -88,9 +88,9 @@ def test_pages_of_a_revoked_attempt_never_land(moving_pair: Pair) -> None:
 
 
 def test_an_order_that_was_not_offered_to_that_peer_is_ignored(moving_pair: Pair) -> None:
-    moving_pair.sender.offer(7, 1, "D", 3)
-    moving_pair.sender.order("D2", moving_pair.order(7, 1, (5, 3, 9), 2))
-    moving_pair.sender.order("D", moving_pair.order(8, 1, (5, 3, 9), 2))
+    moving_pair.offer()
+    moving_pair.sender.order("d2/0.0", moving_pair.order(7, 1, (5, 3, 9), 2))
+    moving_pair.sender.order(DECODE, moving_pair.order(8, 1, (5, 3, 9), 2))
     assert moving_pair.sent().poll is KVPoll.Bootstrapping
     assert moving_pair.sent(8).poll is KVPoll.Failed
 
@@ -101,15 +101,19 @@ def test_an_order_that_was_not_offered_to_that_peer_is_ignored(moving_pair: Pair
         ({"backend": "nixl"}, (5, 3, 9), ("prefill", "nixl on decode")),
         ({}, (5, 3), ("2 pages", "3")),
         ({"address": "nowhere"}, (5, 3, 9), ("nowhere",)),
-        ({"layout": LAYOUT.to_text().replace('"page_tokens": 4', '"page_tokens": 8')}, (5, 3, 9), ("4", "8")),
+        (
+            {"layout": LAYOUT.to_text().replace('"page_tokens":4', '"page_tokens":8')},
+            (5, 3, 9),
+            ('"page_tokens":4', '"page_tokens":8'),
+        ),
         ({"layout": "{}"}, (5, 3, 9), ("layout",)),
     ],
 )
 def test_an_order_that_cannot_be_met_fails_that_attempt_and_names_both_values(
     moving_pair: Pair, changes: dict[str, str], pages: tuple[int, ...], names: tuple[str, ...]
 ) -> None:
-    moving_pair.sender.offer(7, 1, "D", 3)
-    moving_pair.sender.order("D", moving_pair.order(7, 1, pages, 2, **changes))
+    moving_pair.offer()
+    moving_pair.sender.order(DECODE, moving_pair.order(7, 1, pages, 2, **changes))
     moving_pair.bell.until(lambda: moving_pair.sent().poll is KVPoll.Failed, "the order is refused")
     seen = moving_pair.sent()
     assert seen.reason is Reason.LAYOUT_MISMATCH
@@ -140,7 +144,7 @@ def test_many_transfers_at_once_each_arrive_in_their_own_pages(moving_pair: Pair
 
 def test_nothing_is_sent_to_a_peer_that_is_gone_and_its_return_is_a_new_beginning(moving_pair: Pair) -> None:
     moving_pair.begin()
-    moving_pair.sender.peer_gone("D")
+    moving_pair.sender.peer_gone(DECODE)
     assert moving_pair.sent().poll is KVPoll.Failed
     assert moving_pair.sent().reason is Reason.PEER_LOST
     moving_pair.sender.revoke(7, 1)

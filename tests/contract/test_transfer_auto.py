@@ -11,11 +11,9 @@ from baton_core.agreement import KVPoll
 from baton_core.errors import Reason
 from baton_core.messages import PageOrder
 from baton_engine.kv_pool import KVPool, RowMemory
-from baton_engine.transfer.auto import AutoReceiver, AutoSender, Ways
-from baton_engine.transfer.protocol import Receiver
-from baton_engine.transfer.shm_receiver import ShmReceiver
-from baton_engine.transfer.tcp_receiver import TcpReceiver
-from contract.transfer_pairs import SHAPE, Bell, Pair, shm_sender, tcp_receiver, tcp_sender
+from baton_engine.transfer.receiver import PageReceiver
+from baton_engine.transfer.ways import Doors
+from contract.transfer_pairs import DECODE, LAYOUT, SHAPE, Bell, Pair, make_receiver, make_sender
 
 
 class Fleet:
@@ -24,33 +22,22 @@ class Fleet:
     def __init__(self, directory: Path) -> None:
         self.source, self.target, self.rows, self.bell = KVPool(SHAPE), KVPool(SHAPE), RowMemory(4), Bell()
         self.source.tensor.fill_(1.0)
-        self._directory = str(directory)
+        self._directory = directory
         self._pairs: list[Pair] = []
 
     def pair(self, prefill: str, decode: str) -> Pair:
         """A pair of ends started with these `--transfer` values."""
-        shm = shm_sender(self.source, self.bell) if prefill in ("auto", "shm") else None
-        tcp = tcp_sender(self.source, self.bell) if prefill in ("auto", "tcp") else None
-        sender = AutoSender(shm=shm, tcp=tcp)
-        pair = Pair(sender, self._receiver(decode), self.source, self.target, self.rows, self.bell, moves_bytes=True)
+        sender = make_sender(prefill, self.source, self.bell, LAYOUT)
+        receiver = make_receiver(decode, self.target, self.rows, self.bell, self._directory, LAYOUT)
+        pair = Pair(sender, receiver, self.source, self.target, self.rows, self.bell, moves_bytes=True)
         self._pairs.append(pair)
         return pair
 
-    def _receiver(self, decode: str) -> Receiver:
-        self.shm: ShmReceiver | None = None
-        self.tcp: TcpReceiver | None = None
-        if decode in ("auto", "shm"):
-            self.shm = ShmReceiver(self.target, self.rows, self.bell, directory=self._directory)
-        if decode in ("auto", "tcp"):
-            self.tcp = tcp_receiver(self.target, self.rows, self.bell)
-        if self.shm is not None and self.tcp is not None:
-            return AutoReceiver(self.shm, self.tcp)
-        return self.shm or self.tcp  # type: ignore[return-value]
-
     def travelled(self) -> set[str]:
         """By which ways bytes came."""
-        ends = {"shm": self.shm, "tcp": self.tcp}
-        return {name for name, end in ends.items() if end is not None and end.bytes_received}
+        receiver = self._pairs[-1].receiver
+        assert isinstance(receiver, PageReceiver)
+        return {door.name for door in receiver.doors if door.bytes_received}
 
     def close(self) -> None:
         for pair in self._pairs:
@@ -66,10 +53,10 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 
 def transfer(pair: Pair, room: int = 7, change: Callable[[PageOrder], dict[str, str]] = lambda order: {}) -> None:
     """One whole transfer, whose order is changed on its way."""
-    pair.receiver.expect(room, 1, "P", (5, 3, 9), 2)
-    pair.sender.offer(room, 1, "D", 3)
+    pair.expect(room)
+    pair.offer(room)
     order = pair.order(room, 1, (5, 3, 9), 2)
-    pair.sender.order("D", pair.order(room, 1, (5, 3, 9), 2, **change(order)))
+    pair.sender.order(DECODE, pair.order(room, 1, (5, 3, 9), 2, **change(order)))
     pair.bell.until(lambda: pair.sent(room).poll is KVPoll.WaitingForInput, "the order is taken")
     pair.push_all(room)
     pair.bell.until(lambda: pair.received(room).poll is KVPoll.Success, "everything arrives")
@@ -112,13 +99,13 @@ def test_two_workers_with_nothing_in_common_are_told_both_values(fleet: Fleet, p
 
 
 def from_another_host(order: PageOrder) -> dict[str, str]:
-    ways = Ways.from_text(order.address)
-    return {"address": Ways(shm=ways.shm, tcp=ways.tcp, boot_id="another").to_text()}
+    ways = Doors.from_text(order.address)
+    return {"address": Doors(shm=ways.shm, tcp=ways.tcp, boot_id="another").to_text()}
 
 
 def from_another_container(order: PageOrder) -> dict[str, str]:
-    ways = Ways.from_text(order.address)
-    return {"address": Ways(shm="/not/mounted/here.kv", tcp=ways.tcp, boot_id=ways.boot_id).to_text()}
+    ways = Doors.from_text(order.address)
+    return {"address": Doors(shm="/not/mounted/here.kv", tcp=ways.tcp, boot_id=ways.boot_id).to_text()}
 
 
 @pytest.mark.parametrize(
@@ -139,16 +126,16 @@ def test_the_choice_is_forgotten_with_the_peer(fleet: Fleet) -> None:
     transfer(pair, change=from_another_container)
     transfer(pair, room=8)
     assert fleet.travelled() == {"tcp"}, "remembered"
-    pair.sender.peer_gone("D")
+    pair.sender.peer_gone(DECODE)
     transfer(pair, room=9)
     assert fleet.travelled() == {"tcp", "shm"}
 
 
 def test_an_attempt_revoked_before_the_choice_is_never_sent(fleet: Fleet) -> None:
     pair = fleet.pair("auto", "auto")
-    pair.receiver.expect(7, 1, "P", (5, 3, 9), 2)
-    pair.sender.offer(7, 1, "D", 3)
-    pair.sender.order("D", pair.order(7, 1, (5, 3, 9), 2))
+    pair.expect()
+    pair.offer()
+    pair.sender.order(DECODE, pair.order(7, 1, (5, 3, 9), 2))
     pair.sender.revoke(7, 1)
     assert pair.sent().writers_stopped
     pair.sender.forget(7, 1)
@@ -159,11 +146,11 @@ def test_an_attempt_revoked_before_the_choice_is_never_sent(fleet: Fleet) -> Non
 def test_an_order_that_comes_twice_changes_nothing(fleet: Fleet) -> None:
     pair = fleet.pair("auto", "auto")
     transfer(pair)
-    pair.sender.order("D", pair.order(7, 1, (5, 3, 9), 2, **from_another_host(pair.order(7, 1, (5, 3, 9), 2))))
+    pair.sender.order(DECODE, pair.order(7, 1, (5, 3, 9), 2, **from_another_host(pair.order(7, 1, (5, 3, 9), 2))))
     assert pair.sent().poll is KVPoll.Success
 
 
 @pytest.mark.parametrize("text", ["nowhere", "[]", "{}", '{"shm": 1, "tcp": 2, "boot_id": 3}'])
 def test_an_address_that_is_none_says_so(text: str) -> None:
     with pytest.raises(ValueError):
-        Ways.from_text(text)
+        Doors.from_text(text)

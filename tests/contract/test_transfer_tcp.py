@@ -9,8 +9,8 @@ import pytest
 
 from baton_core.agreement import KVPoll
 from baton_core.effects import Push
-from baton_engine.transfer.wire import FRAME, GREETING, MAGIC, PIECE, VERSION, FrameKind
-from contract.transfer_pairs import SHAPE, WAIT_S, Pair, make_pair
+from contract.transfer_pairs import DECODE, SHAPE, Pair, make_pair
+from contract.transfer_writers import TcpWriter
 
 
 @pytest.fixture
@@ -22,39 +22,16 @@ def test_nobody_listening_fails_the_transfer_and_names_the_cause(tcp_pair: Pair)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
-    tcp_pair.sender.offer(7, 1, "D", 3)
-    tcp_pair.sender.order("D", tcp_pair.order(7, 1, (5, 3, 9), 2, address=f"127.0.0.1:{port}"))
+    tcp_pair.offer()
+    tcp_pair.sender.order(DECODE, tcp_pair.order(7, 1, (5, 3, 9), 2, address=f"127.0.0.1:{port}"))
     tcp_pair.sender.push(Push(room=7, attempt=1, first=0, pages=(0,)))
     tcp_pair.bell.until(lambda: tcp_pair.sent().poll is KVPoll.Failed, "the refusal is noticed")
     assert "refused" in tcp_pair.sent().text
 
 
-class Writer:
-    """A prefill rank written by hand, to stop where a real one would not."""
-
-    def __init__(self, pair: Pair, name: bytes = b"P") -> None:
-        host, port = pair.receiver.address.split(":")
-        self.stream = socket.create_connection((host, int(port)))
-        self.stream.sendall(GREETING.pack(MAGIC, VERSION, len(name)) + name)
-
-    def pages(self, room: int, pieces: list[tuple[int, int, int]], payload: bytes, attempt: int = 1) -> None:
-        nbytes = sum(piece[2] for piece in pieces)
-        head = FRAME.pack(FrameKind.PAGES, len(pieces), attempt, room, nbytes)
-        self.stream.sendall(head + b"".join(PIECE.pack(*piece) for piece in pieces) + payload)
-
-    def is_cut(self) -> bool:
-        self.stream.settimeout(WAIT_S)
-        try:
-            while self.stream.recv(4096):
-                pass
-        except ConnectionResetError:
-            pass
-        return True
-
-
 def test_a_writer_that_stops_inside_a_frame_holds_the_pages_until_it_is_fenced(tcp_pair: Pair) -> None:
-    tcp_pair.receiver.expect(7, 1, "P", (5, 3, 9), 2)
-    writer = Writer(tcp_pair)
+    tcp_pair.expect()
+    writer = TcpWriter(tcp_pair.receiver)
     nbytes = SHAPE.page_bytes
     writer.pages(7, [(0, 0, nbytes)], os.urandom(nbytes // 2))
     tcp_pair.bell.until(lambda: bool(tcp_pair.target.tensor[5].any()), "half a page is there")
@@ -73,8 +50,8 @@ def test_a_writer_that_stops_inside_a_frame_holds_the_pages_until_it_is_fenced(t
 def test_a_frame_that_points_outside_the_ordered_pages_ends_the_stream_and_writes_nothing(
     tcp_pair: Pair, pieces: list[tuple[int, int, int]]
 ) -> None:
-    tcp_pair.receiver.expect(7, 1, "P", (5, 3, 9), 2)
-    writer = Writer(tcp_pair)
+    tcp_pair.expect()
+    writer = TcpWriter(tcp_pair.receiver)
     writer.pages(7, pieces, b"\xff" * sum(piece[2] for piece in pieces))
     assert writer.is_cut()
     assert not tcp_pair.target.tensor.any()
@@ -82,8 +59,8 @@ def test_a_frame_that_points_outside_the_ordered_pages_ends_the_stream_and_write
 
 
 def test_a_writer_may_not_write_what_another_was_expected_to_write(tcp_pair: Pair) -> None:
-    tcp_pair.receiver.expect(7, 1, "P", (5, 3, 9), 2)
-    stranger = Writer(tcp_pair, name=b"X")
+    tcp_pair.expect()
+    stranger = TcpWriter(tcp_pair.receiver, name="p2/0.0")
     stranger.pages(7, [(0, 0, 16)], b"\xff" * 16)
     assert stranger.is_cut()
     assert not tcp_pair.target.tensor.any()

@@ -38,8 +38,9 @@ async def test_an_answer_has_sglangs_fields(start: Start) -> None:
     assert meta["id"] == "echo-1"
     assert meta["finish_reason"] == {"type": "length", "length": count}
     assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (count, count, 0)
+    assert meta["dp_rank"] == 0
     assert meta["e2e_latency"] > 0
-    assert running.worker.link.bad_frames == 1, "the frame that was no message"
+    assert running.worker.units.bad_frames == 1, "the frame that was no message"
 
 
 async def test_a_prefill_leg_ends_with_length_zero_whatever_its_token_is(start: Start) -> None:
@@ -260,7 +261,8 @@ async def test_operators_see_who_the_worker_is_and_how_it_stands(start: Start) -
     assert (ready.status_code, ready.json()) == (200, {"ready": True, "reasons": [], "progress": None})
     assert (info["role"], info["incarnation"], info["instance"], info["dp_size"]) == ("decode", "life1", "life1", 1)
     assert (info["fingerprint"], info["kv_pages"], info["context_tokens"]) == ("scripted", 64, 512)
-    assert info["ranks"] == [{"rank": 0, "pid": running.worker.supervisor.pid}]
+    place = {"dp_rank": 0, "pp_rank": 0, "cp_rank": 0, "tp_rank": 0}
+    assert info["ranks"] == [{"rank": 0, "pid": running.worker.units.ranks[0].pid} | place]
     assert model["disaggregation_mode"] == "decode"
     assert loads["loads"][0]["disaggregation"]["mode"] == "decode"
     assert (at_rest["live_requests"], at_rest["snapshot"]["gauges"]["live"]) == (0, 0)
@@ -308,7 +310,7 @@ async def test_a_dead_scheduler_is_one_500_for_everybody_and_the_end_of_the_work
 
 async def test_a_scheduler_without_progress_is_killed(start: Start) -> None:
     async with start(limits=replace(LIMITS, loop_stall_ms=400)) as running:
-        pid = running.worker.supervisor.pid or 0
+        pid = running.worker.units.ranks[0].pid or 0
         answer = await running.ask("stall-1")
         assert await running.exit_code == 1
     assert answer.status_code == 500

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import os
+import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,13 +13,13 @@ from typing import Any
 
 import httpx
 
-from baton_core.effects import LookUp
+from baton_core.effects import LookUp, RegisterRank
 from baton_core.errors import Reason, Verdict
 from baton_core.events import BootstrapInfos, LookupFailed, RankEndpoint, Resolved
 from baton_core.limits import Limits
 from baton_io.ipc import RankReady
 from baton_worker.app import create_app
-from baton_worker.config import DecodeConfig, Role
+from baton_worker.config import DecodeConfig, PrefillConfig, Role
 from baton_worker.materials import Materials
 from baton_worker.models import resolve_model
 from baton_worker.serving import Site, listen, monotonic_ms, port_of, serve
@@ -34,6 +36,7 @@ class ScriptedCompanion:
     """A role's part: one allowed host, and look-ups that find one worker."""
 
     missing: list[str] = field(default_factory=list)
+    readies: tuple[RankReady, ...] = ()
 
     def check_host(self, host: str, _port: int) -> Verdict | None:
         text = f"bootstrap_host {host} is not allowed here"
@@ -42,7 +45,8 @@ class ScriptedCompanion:
     def unready(self) -> list[str]:
         return self.missing
 
-    async def attend(self, _ready: RankReady) -> None:
+    async def attend(self, readies: tuple[RankReady, ...]) -> None:
+        self.readies = readies
         await asyncio.Event().wait()
 
     async def look_up(self, lookup: LookUp) -> Resolved | LookupFailed:
@@ -52,6 +56,22 @@ class ScriptedCompanion:
 
     def forget(self, _peers: tuple[str, ...]) -> None:
         pass
+
+
+@dataclass
+class ScriptedAnnouncer:
+    """Notes what registries would be told."""
+
+    told: list[str] = field(default_factory=list)
+
+    def register(self, rooms: tuple[RegisterRank, ...]) -> None:
+        self.told += [f"room {one.room} on {one.dp_rank}" for one in rooms]
+
+    def close_room(self, room: int) -> None:
+        self.told.append(f"room {room} over")
+
+    def unit_lost(self, dp_rank: int) -> None:
+        self.told.append(f"unit {dp_rank} lost")
 
 
 @dataclass
@@ -66,6 +86,20 @@ class Running:
     async def ask(self, rid: str = "echo", text: str = "Hello there", **more: Any) -> httpx.Response:
         params = {"max_new_tokens": 64} | more.pop("sampling_params", {})
         return await self.http.post("/generate", json={"text": text, "rid": rid, "sampling_params": params} | more)
+
+    def kill(self, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal to a rank's process."""
+        pid = self.worker.units.ranks[rank].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Wait for what the worker's own tasks bring about."""
+        async with asyncio.timeout(5):
+            while True:
+                if holds():
+                    return
+                await asyncio.sleep(0.005)
 
     async def until_rank_saw(self, key: str) -> None:
         """Wait until the scheduler's gauge `key` is above zero; each question is a round trip, so nothing sleeps."""
@@ -87,8 +121,14 @@ class Start:
 
     @asynccontextmanager
     async def __call__(
-        self, role: Role = Role.DECODE, limits: Limits = LIMITS, companion: ScriptedCompanion | None = None
+        self,
+        role: Role = Role.DECODE,
+        limits: Limits = LIMITS,
+        companion: ScriptedCompanion | None = None,
+        announcer: ScriptedAnnouncer | None = None,
+        **options: Any,
     ) -> AsyncIterator[Running]:
+        """`options` are those of the role's configuration."""
         materials = Materials(
             role=role,
             incarnation="life1",
@@ -98,10 +138,11 @@ class Start:
         )
         listener = listen("127.0.0.1", 0)
         worker = Worker(
-            config=DecodeConfig(limits=limits),
+            config=(PrefillConfig if role is Role.PREFILL else DecodeConfig)(limits=limits, **options),
             materials=materials,
             own_bootstrap=("127.0.0.1", 8998),
             companion=companion or ScriptedCompanion(),
+            announcer=announcer,
             clock=monotonic_ms,
         )
         port = port_of(listener)

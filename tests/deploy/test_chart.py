@@ -133,7 +133,6 @@ def test_typos_and_hostile_values_are_refused(wrong: str) -> None:
         (("model.claim.enabled=true", "model.cache.enabled=true"), "choose one of existingClaim"),
         (("model.prepare.enabled=true", "model.prepare.image=a"), "model.prepare needs a place"),
         (("decode.autoscaling.enabled=true", "decode.autoscaling.kind=keda"), "prometheusAddress is needed"),
-        (("prefill.multinode.enabled=true",), "workerCommand is needed"),
         (("router.ingress.enabled=true", "router.ingress.tlsSecret=a"), "ingress.host is needed"),
     ],
 )
@@ -166,16 +165,41 @@ def test_false_zero_and_an_empty_map_of_a_role_win_over_the_defaults() -> None:
 def test_each_process_understands_its_environment(example: str) -> None:
     seen = set()
     for role, _, container in serving(example):
-        environ = {one["name"]: str(one.get("value", "10.0.0.9")) for one in container["env"]} | {
-            "BATON_HOST": "0.0.0.0"
-        }
-        config = resolve(CONFIGS[role], role, [], environ)
+        config = resolve(CONFIGS[role], role, [], environment(container))
         assert container["args"] == [f"baton_{role}"] and config.port == PORTS[role]
         assert container["ports"][0] == {"name": "http", "containerPort": PORTS[role]}
         if role in ("prefill", "decode"):
             assert config.advertise_host == "10.0.0.9" and config.registry == ("http://baton-bootstrap:8990",)
         seen.add(role)
     assert seen == set(ROLES)
+
+
+def environment(container: dict[str, Any], node: int = 0) -> dict[str, str]:
+    """The variables of a container as Kubernetes and the operator of its group would fill them in."""
+    filled = {"BATON_HOST": "0.0.0.0", "BATON_NODE_RANK": str(node)}
+    given = {one["name"]: str(one.get("value", "10.0.0.9")) for one in container["env"]}
+    return {
+        name: value.replace("$(LWS_LEADER_ADDRESS)", "baton-prefill-0.baton") for name, value in given.items()
+    } | filled
+
+
+def test_every_node_of_a_worker_runs_the_same_command_and_knows_which_it_is() -> None:
+    ((leader, follower),) = [
+        [group["leaderTemplate"]["spec"]["containers"][0], group["workerTemplate"]["spec"]["containers"][0]]
+        for one in of_kind("multi-node", "LeaderWorkerSet")
+        for group in [one["spec"]["leaderWorkerTemplate"]]
+    ]
+    assert leader["args"] == follower["args"] == ["baton_prefill"] and leader["env"] == follower["env"]
+    configs = [
+        resolve(PrefillConfig, "prefill", [], environment(container, node))
+        for node, container in enumerate((leader, follower))
+    ]
+    assert [config.local_ranks for config in configs] == [range(8), range(8, 16)]
+    assert configs[1].init_address == ("baton-prefill-0.baton", 29500)
+    ranks = [one for one in leader["env"] if one["name"] == "BATON_NODE_RANK"]
+    field = "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']"
+    assert ranks == [{"name": "BATON_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": field}}}]
+    assert "readinessProbe" not in follower and follower["livenessProbe"] == leader["livenessProbe"]
 
 
 def test_the_router_knows_every_worker_that_may_ever_run() -> None:

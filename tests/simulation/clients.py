@@ -11,12 +11,13 @@ from baton_core.effects import Emit
 from baton_core.errors import Reason, Verdict
 from baton_core.events import Abort, StopHere, Submit
 from baton_core.pages import pages_for
+from baton_core.registration import FOLLOW
 from baton_core.request import FAKE_HOST, Bootstrap, Finish, FinishType, Request, RequestId, Sampling
 from simulation.invariants import check_cause, require
 from simulation.oracle import VOCABULARY, Oracle, logprob_of
 
 if TYPE_CHECKING:
-    from simulation.process import Process
+    from simulation.unit import Unit
     from simulation.world import World
 
 
@@ -29,7 +30,8 @@ class Leg:
     worker: str
     pair: "Pair"
     sent_at: int | None = None
-    process: "Process | None" = None
+    routed: int | None = None  # the DP rank that the router named
+    unit: "Unit | None" = None
     ended_at: int | None = None
     finish: Finish | None = None
     verdict: Verdict | None = None  # why it failed; None with an answer
@@ -50,6 +52,7 @@ class Pair:
     own_room: bool = True  # nobody else uses its room
     told: bool = True  # both workers can speak to each other about it
     careless: bool = False
+    misrouted: bool = False  # prefill runs it elsewhere than where decode looks for it
 
     def other(self, leg: Leg) -> Leg | None:
         """The other leg, if there are two."""
@@ -63,7 +66,7 @@ class Clients:
         self.world = world
         self._prompts: list[tuple[int, ...]] = []
         self.pairs: list[Pair] = []
-        self.legs: dict[tuple[int, RequestId], Leg] = {}
+        self.legs: dict[tuple[str, RequestId], Leg] = {}
         self._rooms: dict[int, Pair] = {}  # the newest pair of each room, newest last
         self.open = world.shape.requests  # legs without an answer, and requests still to come
         for number in range(world.shape.requests):
@@ -77,7 +80,7 @@ class Clients:
         self.open -= 1
         length = random.randint(1, shape.prompt_most)
         if random.random() < 0.03:
-            length = shape.context_tokens + 1 if shape.context_tokens < 200 else shape.decode_pages * shape.page_tokens
+            length = shape.context_tokens + 1 if shape.context_tokens < 200 else shape.decode_tokens
         prompt = self._prompt(length)
         most = random.randint(0, shape.answer_most)
         stops = tuple(random.sample(range(VOCABULARY), 15)) if random.random() < 0.3 else ()
@@ -132,7 +135,7 @@ class Clients:
                     workers = earlier.legs[0].worker, earlier.legs[1].worker
         self._rooms.pop(room, None)
         self._rooms[room] = pair
-        bootstrap = Bootstrap(host=workers[0], port=1, room=room)
+        bootstrap, routed = self._route(pair, workers[0], room)
         legs = [("prefill", workers[0]), ("decode", workers[1])]
         if random.random() < manners.leg_missing:
             del legs[random.randrange(2)]
@@ -151,9 +154,24 @@ class Clients:
                 pair.plain = False
                 world.fault("intake_reject", None)
             request = Request(rid=rid, prompt=asked, sampling=sampling, bootstrap=bootstrap, rejected=rejected)
-            self._leg(pair, request, side, worker, int(random.random() * late))
+            self._leg(pair, request, side, worker, int(random.random() * late), routed)
         if random.random() < manners.leg_repeated:
             self._repeat(pair, rid)
+
+    def _route(self, pair: Pair, prefill: str, room: int) -> tuple[Bootstrap, int | None]:
+        """Where prefill's leg goes: most routers leave that to the room, some name a DP rank, few do so on one side only."""
+        world, size = self.world, self.world.shape.parallels[prefill].dp
+        named = routed = None
+        if size > 1 and world.random.random() < world.shape.manners.routed:
+            routed = world.random.randrange(size)
+            named = world.random.choice((None, routed, routed, world.random.randrange(size)))
+            if named is None and world.shape.balance == FOLLOW and routed != room % size:
+                pair.plain, pair.misrouted = False, True
+                world.fault("route_conflict", None)
+            elif named is not None and named != routed:
+                pair.plain, pair.misrouted = False, True
+                world.fault("rank_differs", None)
+        return Bootstrap(host=prefill, port=1, room=room, prefill_dp_rank=named), routed
 
     def _used_room(self, pair: Pair) -> Pair | None:
         """Whose room to use again: both sides finished it, well or a while ago; now and then it is still in use."""
@@ -162,14 +180,16 @@ class Clients:
             return None
         earlier = self._rooms[random.choice(list(self._rooms)[-6:])]
         legs = earlier.legs
-        over = len(legs) == 2 and all(leg.process is not None and leg.ended_at is not None for leg in legs)
+        over = len(legs) == 2 and all(leg.unit is not None and leg.ended_at is not None for leg in legs)
         well = over and all(leg.verdict is None for leg in legs)
-        gap = 300 + 6 * world.shape.latency_ms
+        gap = 300 + 6 * world.shape.latency_ms + world.shape.unit_lag_ms
         long_ago = over and all(world.now - (leg.ended_at or 0) > gap for leg in legs)
         if not earlier.own_room or not (well or long_ago):
             if random.random() < 0.5:
                 return None
             earlier.plain = earlier.own_room = pair.plain = pair.own_room = False
+        if world.shape.balance != FOLLOW:
+            pair.plain = pair.own_room = False  # the registry may still know on which DP rank the room's last life ran
         world.fault("room_reused", None)
         return earlier
 
@@ -184,17 +204,18 @@ class Clients:
         twin = Pair(plain=False, own_room=False, told=False)
         self.pairs.append(twin)
         worker = first.worker if side == "prefill" else f"D{world.random.randrange(world.shape.decodes)}"
-        self._leg(twin, request, side, worker, world.random.randrange(100))
+        self._leg(twin, request, side, worker, world.random.randrange(100), first.routed)
 
-    def _leg(self, pair: Pair, request: Request, side: str, worker: str, at: int) -> None:
+    def _leg(self, pair: Pair, request: Request, side: str, worker: str, at: int, routed: int | None = None) -> None:
         world, random, manners = self.world, self.world.random, self.world.shape.manners
-        leg = Leg(request=request, side=side, worker=worker, pair=pair)
+        leg = Leg(request=request, side=side, worker=worker, pair=pair, routed=routed if side == "prefill" else None)
         shape = world.shape
         pages = shape.prefill_pages if side == "prefill" else shape.decode_pages
+        page_tokens = shape.page_tokens if side == "prefill" else shape.decode_page_tokens
         tokens = len(request.prompt)
-        if tokens >= shape.context_tokens or pages_for(tokens + 1, shape.page_tokens) > pages:
+        if tokens >= shape.context_tokens or pages_for(tokens + 1, page_tokens) > pages:
             pair.plain = False
-        if shape.other_layouts or shape.other_ranks:
+        if shape.other_layouts:
             pair.plain = False
         pair.legs.append(leg)
         self.open += 1
@@ -212,93 +233,105 @@ class Clients:
                 world.at(at + random.randrange(soon), self._give_up, pair)
 
     def _send(self, leg: Leg) -> None:
-        process = self.world.processes[leg.worker]
+        worker = self.world.workers[leg.worker]
         leg.sent_at = self.world.now
         if leg.cancelled:
             self._end(leg, None, Verdict(reason=Reason.CLIENT_GONE, text="never sent"))
             return
-        if not process.alive:
+        request, unit = worker.place(leg.request, leg.routed)
+        if not worker.alive or not unit.alive:
             self._end(leg, None, Verdict(reason=Reason.WORKER_LOST, text="connection refused"))
             return
-        leg.process = process
-        leg.oracle = Oracle(leg.request.prompt, self.world.shape.page_tokens)
-        self.legs[process.life, f"{process.name}/{leg.request.rid}"] = leg
-        process.put(Submit(request=leg.request))
+        leg.unit = unit
+        leg.oracle = Oracle(leg.request.prompt)
+        self.legs[unit.name, leg.request.rid] = leg
+        unit.leader.put(Submit(request=request))
 
     def _give_up(self, pair: Pair) -> None:
         """The client leaves: the router cancels both legs."""
         verdict = Verdict(reason=Reason.CLIENT_GONE, text="the client left")
         for leg in pair.legs:
             if leg.ended_at is None:
-                self.world.fault("client_abort", leg.process, leg.request.rid)
+                self.world.fault("client_abort", None if leg.unit is None else leg.unit.ranks[0], leg.request.rid)
                 self.world.at(int(self.world.random.random() * 4), self._abort, leg, verdict)
+
+    def leave(self, unit: "Unit", phase: str) -> None:
+        """The client of a request that is in this phase now leaves."""
+        name, _, idle = phase.partition(".")
+        found = unit.idle if idle else unit.phases
+        rid = next((rid for rid, where in found.items() if where == name), None)
+        leg = None if rid is None else self.legs.get((unit.name, rid))
+        if leg is not None and leg.ended_at is None:
+            leg.pair.plain = False
+            unit.leader.note(Abort(rid=leg.request.rid, verdict=Verdict(reason=Reason.CLIENT_GONE, text="it left")))
+            self._give_up(leg.pair)
 
     def _abort(self, leg: Leg, verdict: Verdict) -> None:
         if leg.sent_at is None:
             leg.cancelled = self.world.random.random() < 0.7
-        if leg.ended_at is None and leg.process is not None:
-            leg.process.put(Abort(rid=leg.request.rid, verdict=verdict))
+        if leg.ended_at is None and leg.unit is not None:
+            leg.unit.leader.put(Abort(rid=leg.request.rid, verdict=verdict))
 
     # -- what is answered
 
-    def emitted(self, process: "Process", emit: Emit) -> None:
+    def emitted(self, unit: "Unit", emit: Emit) -> None:
         """A worker says something about one of its requests: check it, and react."""
-        leg = self.legs.get((process.life, f"{process.name}/{emit.rid}"))
+        leg = self.legs.get((unit.name, emit.rid))
         assert leg is not None and leg.oracle is not None
-        require(leg.ended_at is None, "one outcome", f"{process} {emit.rid}: {emit} after the end")
+        require(leg.ended_at is None, "one outcome", f"{unit} {emit.rid}: {emit} after the end")
         for token in emit.tokens:
             wanted = leg.oracle.next()
-            require(token == wanted, "tokens", f"{process} {emit.rid} token {leg.tokens}: {token}, oracle {wanted}")
+            require(token == wanted, "tokens", f"{unit} {emit.rid} token {leg.tokens}: {token}, oracle {wanted}")
             leg.tokens += 1
-        self._check_logprobs(process, leg, emit)
+        self._check_logprobs(unit, leg, emit)
         if emit.finish is not None:
-            self._check_finish(process, leg, emit)
+            self._check_finish(unit, leg, emit)
             self._end(leg, emit.finish, emit.finish.verdict)
         elif leg.leave_after and leg.tokens >= leg.leave_after:
             leg.leave_after = 0
             self._give_up(leg.pair)
         elif leg.stop_after and leg.tokens >= leg.stop_after and not leg.stopping:
             leg.stopping = True
-            process.put(StopHere(rid=emit.rid))
+            unit.leader.put(StopHere(rid=emit.rid))
 
-    def _check_logprobs(self, process: "Process", leg: Leg, emit: Emit) -> None:
+    def _check_logprobs(self, unit: "Unit", leg: Leg, emit: Emit) -> None:
         """Logprobs come with their tokens, across the handoff too; those of the prompt once, from where it was computed."""
         sampling, prompt = leg.request.sampling, leg.request.prompt
         wanted = tuple(logprob_of(token) for token in emit.tokens) if sampling.logprobs is not None else ()
         if self.world.shape.backend == "tcp":
-            require(emit.logprobs == wanted, "logprobs", f"{process} {emit.rid}: {emit.logprobs}, wanted {wanted}")
+            require(emit.logprobs == wanted, "logprobs", f"{unit} {emit.rid}: {emit.logprobs}, wanted {wanted}")
         start = sampling.prompt_logprobs_from
         computed_here = leg.side == "prefill" or leg.request.room == 0
         if emit.tokens and leg.tokens == len(emit.tokens) and start is not None and computed_here:
             found = [one.token for one in emit.prompt_logprobs]
-            require(found == list(prompt[start:]), "logprobs", f"{process} {emit.rid} prompt from {start}: {found}")
+            require(found == list(prompt[start:]), "logprobs", f"{unit} {emit.rid} prompt from {start}: {found}")
 
-    def _check_finish(self, process: "Process", leg: Leg, emit: Emit) -> None:
+    def _check_finish(self, unit: "Unit", leg: Leg, emit: Emit) -> None:
         finish, sampling, shape = emit.finish, leg.request.sampling, self.world.shape
         assert finish is not None
         if finish.type is FinishType.ABORT:
-            require(finish.verdict is not None, "outcome", f"{process} {emit.rid} failed without a verdict")
+            require(finish.verdict is not None, "outcome", f"{unit} {emit.rid} failed without a verdict")
             if finish.verdict is not None:
                 check_cause(self.world, finish.verdict.reason, finish.verdict.text)
         elif finish.type is FinishType.STOP and finish.matched is None:
-            require(leg.stopping, "outcome", f"{process} {emit.rid} stopped and nobody asked")
+            require(leg.stopping, "outcome", f"{unit} {emit.rid} stopped and nobody asked")
         elif finish.type is FinishType.STOP:
             ended = emit.tokens[-1:] == (finish.matched,) and finish.matched in sampling.stop_token_ids
-            require(ended, "outcome", f"{process} {emit.rid} stopped at {finish.matched}")
+            require(ended, "outcome", f"{unit} {emit.rid} stopped at {finish.matched}")
         else:
-            most = min(shape.context_tokens, shape.decode_pages * shape.page_tokens) - len(leg.request.prompt)
+            most = min(shape.context_tokens, shape.decode_tokens) - len(leg.request.prompt)
             wanted = 1 if leg.side == "prefill" else min(sampling.max_new_tokens, most)
-            require(leg.tokens == wanted, "outcome", f"{process} {emit.rid}: {leg.tokens} tokens, wanted {wanted}")
+            require(leg.tokens == wanted, "outcome", f"{unit} {emit.rid}: {leg.tokens} tokens, wanted {wanted}")
 
-    def look_up_failed(self, process: "Process", rid: RequestId) -> None:
+    def look_up_failed(self, unit: "Unit", rid: RequestId) -> None:
         """The way to prefill is not known: the other leg of this request cannot be told."""
-        self.legs[process.life, f"{process.name}/{rid}"].pair.told = False
+        self.legs[unit.name, rid].pair.told = False
 
-    def process_died(self, process: "Process") -> None:
-        """A worker is gone: its app, or the broken connection, ends what it held."""
-        verdict = Verdict(reason=Reason.WORKER_LOST, text=f"{process} died")
+    def unit_died(self, unit: "Unit") -> None:
+        """A unit is gone: its app, or the broken connection, ends what it held."""
+        verdict = Verdict(reason=Reason.WORKER_LOST, text=f"{unit} died")
         for leg in list(self.legs.values()):
-            if leg.process is process and leg.ended_at is None:
+            if leg.unit is unit and leg.ended_at is None:
                 self._end(leg, None, verdict)
 
     def _end(self, leg: Leg, finish: Finish | None, verdict: Verdict | None) -> None:
@@ -325,7 +358,7 @@ class Clients:
         delay = random.choice((0, 20, 200))
         for one in leg.pair.legs:
             request = replace(one.request, rid=f"{one.request.rid}+", rejected=None)
-            self._leg(again, request, one.side, one.worker, int(random.random() * delay))
+            self._leg(again, request, one.side, one.worker, int(random.random() * delay), one.routed)
 
     # -- what must hold at the end
 
@@ -340,10 +373,15 @@ class Clients:
             if pair.own_room and pair.told and len(pair.legs) == 2 and self.world.shape.tells_in_time:
                 for leg in pair.legs:
                     self._check_told(leg, pair.legs[1 - pair.legs.index(leg)])
+                    if pair.misrouted and leg.verdict is not None:
+                        waited = leg.verdict.reason is Reason.OTHER_LEG_MISSING
+                        require(
+                            not waited, "route", f"{leg.worker} {leg.request.rid} waited for a leg that ran elsewhere"
+                        )
 
     def _check_told(self, leg: Leg, other: Leg) -> None:
         """`leg` failed: `other` ended soon after, for the same reason unless it had one of its own by then."""
-        if leg.verdict is None or leg.process is None or other.process is None or leg.verdict.reason in _SILENT:
+        if leg.verdict is None or leg.unit is None or other.unit is None or leg.verdict.reason in _SILENT:
             return
         assert leg.ended_at is not None and other.ended_at is not None and other.sent_at is not None
         soon = max(leg.ended_at, other.sent_at) + self.world.told_within_ms()

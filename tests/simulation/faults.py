@@ -1,157 +1,125 @@
-"""Registry look-ups that may fail, and what happens to whole processes: crash, pause, partition, drain, time."""
+"""What happens to whole processes: crash, pause, partition, drain, time."""
 
 from typing import TYPE_CHECKING
 
-from baton_core.effects import LookUp
 from baton_core.errors import Reason, Verdict
-from baton_core.events import AbortAll, BootstrapInfos, DrainBegan, FlushCache, LookupFailed, RankEndpoint, Resolved
+from baton_core.events import AbortAll, FlushCache
+from simulation.tally import LIVE_PHASES, RARE_PHASES
 
 if TYPE_CHECKING:
-    from simulation.process import Process
+    from simulation.rank import Rank
+    from simulation.unit import Unit
+    from simulation.worker import Worker
     from simulation.world import World
 
 
-class Registry:
-    """Knows which incarnation lives at a prefill's address, sometimes late, sometimes wrongly, sometimes not at all."""
-
-    def __init__(self, world: "World") -> None:
-        self.world = world
-
-    def look_up(self, process: "Process", effect: LookUp) -> None:
-        """Answer a look-up, after a while."""
-        world = self.world
-        random, rates = world.random.random, world.rates
-        delay = 1 + int(random() * 20)
-        if rates.lookup_slow and random() < rates.lookup_slow:
-            world.fault("lookup_slow", process, effect.rid)
-            world.clients.look_up_failed(process, effect.rid)
-            delay = int(random() * 1.5 * world.shape.limits.lookup_ms)
-        failed = rates.lookup_failed and random() < rates.lookup_failed
-        if failed:
-            world.fault("lookup_failed", process, effect.rid)
-            world.clients.look_up_failed(process, effect.rid)
-        world.at(delay, self._answer, process, effect, bool(failed))
-
-    def _answer(self, process: "Process", effect: LookUp, failed: bool) -> None:
-        world = self.world
-        prefill = world.processes[effect.bootstrap.host]
-        life, rates = prefill.life, world.rates
-        if life > 1 and rates.lookup_stale and world.random.random() < rates.lookup_stale:
-            world.fault("lookup_stale", process, effect.rid)
-            life -= 1
-        if failed or (not prefill.alive and world.random.random() < 0.5):
-            text = f"registry {effect.bootstrap.host}: not known"
-            process.put(LookupFailed(rid=effect.rid, verdict=Verdict(reason=Reason.LOOKUP_FAILED, text=text)))
-            return
-        endpoint = RankEndpoint(host=prefill.name, port=1)
-        infos = BootstrapInfos(incarnation=f"{prefill.name}#{life}", dp_rank=0, endpoints=(endpoint,))
-        process.put(Resolved(rid=effect.rid, infos=infos))
+IDLE = ("prefill.forwarding.idle", "decode.computing.idle", "decode.running.idle")
+"""Phases of requests that own their pages alone: no transfer is open and no step is running (between two rounds)."""
 
 
 class Chaos:
-    """Plans a seed's process faults, and undoes them when the world heals."""
+    """Plans a seed's process faults, and undoes them when the world heals.
 
-    KINDS = (
-        "crash",
-        "crash",
-        "pause",
-        "pause",
-        "partition",
-        "partition",
-        "slow_worker",
-        "clock_jump",
-        "drain",
-        "abort_all",
-    )
+    Some strike at a time, whatever goes on then; most are aimed: they strike a unit that holds a request in some phase.
+    """
+
+    KINDS = ("crash", "pause", "partition", "slow_rank", "clock_jump", "drain", "abort_all")
+    AIMED = 0.8
+    TRIES = 3  # aims for each fault: many a phase is not seen
+    TARGETS = (*LIVE_PHASES, *RARE_PHASES)
 
     def __init__(self, world: "World") -> None:
         self.world = world
-        for _ in range(world.shape.flushes):
-            world.at(world.random.randrange(world.shape.arrivals_ms), self._flush)
-        for _ in range(world.shape.process_faults):
-            kind = world.random.choice(self.KINDS)
-            world.at(world.random.randrange(world.shape.heal_ms), getattr(self, f"_{kind}"))
+        random, shape = world.random, world.shape
+        self._aims: list[tuple[str, str]] = []  # a phase with its side, and what strikes
+        self._left = shape.process_faults
+        for _ in range(shape.flushes):
+            self._aims.append((random.choice(self.TARGETS), "cache_flushed"))
+        for _ in range(shape.aimed_aborts):
+            self._aims.append((random.choice((*self.TARGETS, *IDLE * 5)), "client_abort"))
+        for _ in range(shape.process_faults):
+            kind = random.choice(self.KINDS)
+            if random.random() < self.AIMED:
+                self._aims += [(random.choice(self.TARGETS), kind) for _ in range(self.TRIES)]
+            else:
+                world.at(random.randrange(shape.heal_ms), self._strike, kind, None, "")
 
-    def _victim(self) -> "Process | None":
+    def look(self, unit: "Unit") -> None:
+        """A unit has come to a new state: does anything aim at it?"""
+        if self._aims and not self.world.healed:
+            phases = {f"{unit.side}.{phase}" for phase in unit.phases.values()}
+            phases |= {f"{unit.side}.{phase}.idle" for phase in unit.idle.values()}
+            for aim in [aim for aim in self._aims if aim[0] in phases]:
+                self._aims.remove(aim)
+                self.world.at(0, self._strike, aim[1], unit, aim[0].split(".", 1)[1])
+
+    def _strike(self, kind: str, unit: "Unit | None", phase: str) -> None:
         living = self.world.living()
-        return self.world.random.choice(living) if living else None
+        if not living or self.world.healed:
+            return
+        if unit is None or not unit.alive:
+            unit = self.world.random.choice(living)
+        if kind == "client_abort":
+            self.world.clients.leave(unit, phase)
+        elif kind == "cache_flushed" or self._left:
+            self._left -= kind != "cache_flushed"
+            getattr(self, f"_{kind}")(unit)
 
-    def _crash(self) -> None:
-        victim = self._victim()
-        if victim is not None:
-            self.world.fault("crash", victim)
-            self.kill(victim)
-            self.world.at(self.world.random.randrange(1, 700), self.restart, victim)
+    def _crash(self, unit: "Unit") -> None:
+        """A rank dies, and its unit with it."""
+        self.world.fault("crash", unit.ranks[0])
+        unit.worker.unit_died(unit)
 
-    def kill(self, victim: "Process") -> None:
-        """The process is gone: memory, pages, connections."""
-        victim.alive = False
-        self.world.network.reset(victim)
-        self.world.clients.process_died(victim)
-
-    def restart(self, dead: "Process") -> None:
+    def restart(self, dead: "Worker") -> None:
         """A new life at the same address."""
-        if self.world.processes[dead.name] is dead and not dead.alive:
+        if self.world.workers[dead.name] is dead and not dead.alive:
             self.world.start(dead.name, dead.side, dead.life + 1)
             self.world.fault("restart", None)
 
-    def _pause(self) -> None:
-        victim = self._victim()
-        if victim is not None and not victim.paused:
+    def _pause(self, unit: "Unit") -> None:
+        victim = self.world.random.choice(unit.ranks)
+        if not victim.paused:
             self.world.fault("pause", victim)
             victim.paused = True
             most = self.world.random.choice((300, 1_500, 8_000))
             self.world.at(self.world.random.randrange(1, most), self.resume, victim)
 
-    def resume(self, victim: "Process") -> None:
+    def resume(self, victim: "Rank") -> None:
         """SIGCONT."""
         if victim.paused:
-            victim.paused = False
-            victim.wake(0)
+            victim.resume()
 
-    def _slow_worker(self) -> None:
-        victim = self._victim()
-        if victim is not None:
-            self.world.fault("slow_worker", victim)
-            victim.slowness = self.world.random.choice((5, 30))
+    def _slow_rank(self, unit: "Unit") -> None:
+        victim = self.world.random.choice(unit.ranks)
+        self.world.fault("slow_rank", victim)
+        victim.slowness = self.world.random.choice((5, 30))
 
-    def _clock_jump(self) -> None:
-        victim = self._victim()
-        if victim is not None:
-            self.world.fault("clock_jump", victim)
-            victim.skew += self.world.random.choice((100, 2_000, 20_000))
-            victim.wake(0)
+    def _clock_jump(self, unit: "Unit") -> None:
+        self.world.fault("clock_jump", unit.ranks[0])
+        unit.leader.skew += self.world.random.choice((100, 2_000, 20_000))
+        unit.leader.wake(0)
 
-    def _partition(self) -> None:
-        world, names = self.world, list(self.world.processes)
-        ways = []
-        one, two = world.random.sample(names, 2)
-        for source, target in ((one, two), (two, one)):
-            if world.random.random() < 0.8:
-                ways.append((source, target))
-                world.network.cut(source, target)
-        world.fault("partition", world.processes[one])
+    def _partition(self, unit: "Unit") -> None:
+        world, one = self.world, unit.worker.name
+        two = world.random.choice([name for name in world.workers if name != one])
+        ways = [way for way in ((one, two), (two, one)) if world.random.random() < 0.8]
+        for source, target in ways:
+            world.network.cut(source, target)
+        world.fault("partition", unit.ranks[0])
         world.at(world.random.randrange(1, world.random.choice((500, 9_000))), self._heal, ways)
 
     def _heal(self, ways: list[tuple[str, str]]) -> None:
         for source, target in ways:
             self.world.network.heal(source, target)
 
-    def _drain(self) -> None:
-        victim = self._victim()
-        if victim is not None:
-            self.world.fault("drain", victim)
-            victim.draining = True
-            victim.put(DrainBegan())
+    def _drain(self, unit: "Unit") -> None:
+        self.world.fault("drain", unit.ranks[0])
+        unit.worker.drain()
 
-    def _flush(self) -> None:
-        victim = self._victim()
-        if victim is not None:
-            self.world.fault("cache_flushed", victim)
-            victim.put(FlushCache())
+    def _cache_flushed(self, unit: "Unit") -> None:
+        self.world.fault("cache_flushed", unit.ranks[0])
+        unit.leader.put(FlushCache())
 
-    def _abort_all(self) -> None:
-        victim = self._victim()
-        if victim is not None:
-            self.world.fault("abort_all", victim)
-            victim.put(AbortAll(verdict=Verdict(reason=Reason.ABORTED, text="everything is aborted")))
+    def _abort_all(self, unit: "Unit") -> None:
+        self.world.fault("abort_all", unit.ranks[0])
+        unit.leader.put(AbortAll(verdict=Verdict(reason=Reason.ABORTED, text="everything is aborted")))

@@ -11,7 +11,8 @@ from baton_core.plan import StepPlan
 from baton_core.request import Incarnation, RequestId, Room
 
 if TYPE_CHECKING:
-    from simulation.process import Process
+    from simulation.rank import Rank
+    from simulation.unit import Unit
     from simulation.world import World
 
 FAR = 10_000_000
@@ -27,47 +28,46 @@ def require(holds: bool, name: str, text: str) -> None:
         raise Broken(f"{name}: {text}")
 
 
-def check_moves(process: "Process", moved: Moved) -> None:
+def check_moves(rank: "Rank", moved: Moved) -> None:
     """Phases follow each other along the table, from where the request really was."""
-    legal = process.legal_moves
-    require((moved.source, moved.target) in legal, "table", f"{process} {moved.rid}: {moved.source} -> {moved.target}")
-    was = process.phases.get(moved.rid, "intake")
-    require(was == moved.source, "table", f"{process} {moved.rid} was {was}, moved from {moved.source}")
+    legal = rank.legal_moves
+    require((moved.source, moved.target) in legal, "table", f"{rank} {moved.rid}: {moved.source} -> {moved.target}")
+    was = rank.phases.get(moved.rid, "intake")
+    require(was == moved.source, "table", f"{rank} {moved.rid} was {was}, moved from {moved.source}")
     if moved.target in ("done", "failed"):
-        process.phases.pop(moved.rid, None)
+        rank.phases.pop(moved.rid, None)
     else:
-        process.phases[moved.rid] = moved.target
+        rank.phases[moved.rid] = moved.target
 
 
-def check_books(process: "Process") -> None:
-    """Pool and row accounting is exact, limits hold, and nothing waits without a deadline."""
-    ledger = process.ledger
+def check_books(rank: "Rank", now: int) -> None:
+    """Pool and row accounting is exact, limits hold, and nothing waits without a deadline that `now` has not passed."""
+    ledger = rank.ledger
     held = rows = 0
-    now = process.now
     for handoff in ledger.live.values():
         held += len(handoff.pages) - len(handoff.shared)
         rows += handoff.row is not None
         if handoff.fenced:
             why = handoff.in_step or handoff.opened
-            require(why, "liveness", f"{process} {handoff.rid} is fenced and waits for nothing")
+            require(bool(why), "liveness", f"{rank} {handoff.rid} is fenced and waits for nothing")
         else:
             due = handoff.due_at
-            require(due > now, "liveness", f"{process} {handoff.rid} in {handoff.phase}: due at {due}, it is {now}")
+            require(due > now, "liveness", f"{rank} {handoff.rid} in {handoff.phase}: due at {due}, it is {now}")
     pool = ledger.pool
     cached = 0 if ledger.cache is None else ledger.cache.pages
-    books = f"{process}: {pool.free} free + {held} held + {cached} cached != {pool.total}"
+    books = f"{rank}: {pool.free} free + {held} held + {cached} cached != {pool.total}"
     require(pool.free + held + cached == pool.total, "pages", books)
     if ledger.rows is not None:
         total = ledger.rows.total
-        require(ledger.rows.free + rows == total, "rows", f"{process}: {ledger.rows.free} free + {rows} != {total}")
-    _check_limits(process, ledger)
+        require(ledger.rows.free + rows == total, "rows", f"{rank}: {ledger.rows.free} free + {rows} != {total}")
+    _check_limits(rank, ledger)
 
 
-def check_peer_gone(process: "Process", peer: Incarnation) -> None:
+def check_peer_gone(rank: "Rank", peer: Incarnation) -> None:
     """Nobody goes on waiting for a peer that is gone."""
-    for handoff in process.ledger.live.values():
+    for handoff in rank.ledger.live.values():
         waits = handoff.peer == peer and handoff.phase not in _NEEDS_NOBODY
-        require(not waits, "peer gone", f"{process} {handoff.rid} in {handoff.phase} still waits for {peer}")
+        require(not waits, "peer gone", f"{rank} {handoff.rid} in {handoff.phase} still waits for {peer}")
 
 
 _NEEDS_NOBODY = (Phase.ARRIVED, Phase.RUNNING, Phase.REVOKING)
@@ -84,7 +84,17 @@ def check_cause(world: "World", reason: Reason, text: str) -> None:
 
 
 _NARROW = 1_000  # such a window of a link may fill without any fault
-_LINKS = ("frame_lost", "frame_late", "frame_repeated", "crash", "pause", "partition", "clock_jump", "slow_worker")
+_LINKS = (
+    "frame_lost",
+    "frame_late",
+    "frame_repeated",
+    "crash",
+    "pause",
+    "partition",
+    "clock_jump",
+    "slow_rank",
+    "collective_timeout",
+)
 _MIXED_UP = ("leg_repeated", "room_reused")
 _STREAMS = (*_LINKS, "restart", "drain", "transfer_slow", "transfer_error", "writer_stuck", "reader_stuck")
 _CAUSES: dict[Reason, tuple[str, ...]] = {
@@ -92,75 +102,81 @@ _CAUSES: dict[Reason, tuple[str, ...]] = {
     Reason.TRANSFER_FAILED: _STREAMS,
     Reason.LAYOUT_MISMATCH: ("layout_differs",),
     Reason.PROMPT_MISMATCH: ("prompt_differs", *_MIXED_UP),
-    Reason.DP_CONFLICT: ("rank_differs",),
+    Reason.DP_CONFLICT: ("rank_differs", "route_conflict"),
     Reason.INVALID_REQUEST: ("intake_reject",),
     Reason.DUPLICATE_ROOM: _MIXED_UP,
     Reason.ABORTED: ("abort_all",),
     Reason.CLIENT_GONE: ("client_abort",),
-    Reason.DRAINING: ("drain",),
-    Reason.LOOKUP_FAILED: ("lookup_failed", "crash", "drain"),
+    Reason.DRAINING: ("drain", "crash", "collective_timeout"),
+    Reason.LOOKUP_FAILED: ("lookup_failed", "crash", "drain", "collective_timeout", "leg_missing"),
     Reason.PEER_LOST: (*_LINKS, "lookup_stale", "drain"),
     Reason.DEVICE_FAULT: ("step_failed",),
-    Reason.WORKER_LOST: ("crash", "drain"),
+    Reason.WORKER_LOST: ("crash", "drain", "collective_timeout"),
 }
 """Of which faults a world must have seen at least one, before somebody may end for that reason."""
 
 
-def _check_limits(process: "Process", ledger: Ledger) -> None:
+def _check_limits(rank: "Rank", ledger: Ledger) -> None:
     limits = ledger.limits
-    require(len(ledger.live) <= limits.waiting_max, "limits", f"{process}: {len(ledger.live)} live requests")
-    require(ledger.rooms.tombstones <= limits.tombstones_max, "limits", f"{process}: {ledger.rooms.tombstones} stones")
-    running, kept = process.queue_sizes()
-    require(running <= limits.running_max, "limits", f"{process}: {running} running")
-    require(kept <= limits.orphan_hellos_max, "limits", f"{process}: {kept} orphan hellos")
+    require(len(ledger.live) <= limits.waiting_max, "limits", f"{rank}: {len(ledger.live)} live requests")
+    require(ledger.rooms.tombstones <= limits.tombstones_max, "limits", f"{rank}: {ledger.rooms.tombstones} stones")
+    running, kept = rank.queue_sizes()
+    require(running <= limits.running_max, "limits", f"{rank}: {running} running")
+    require(kept <= limits.orphan_hellos_max, "limits", f"{rank}: {kept} orphan hellos")
 
 
-def holder(process: "Process", rid: RequestId, room: Room, attempt: int, what: str) -> Handoff:
+def holder(rank: "Rank", rid: RequestId, room: Room, attempt: int, what: str) -> Handoff:
     """The live handoff of this very attempt, which somebody is about to touch memory for."""
-    handoff = process.ledger.live.get(rid)
+    handoff = rank.ledger.live.get(rid)
     if handoff is None or (handoff.room, handoff.attempt) != (room, attempt):
-        raise Broken(f"law of pages: {process} {what} for {rid} room {room} attempt {attempt}, which is over")
+        raise Broken(f"law of pages: {rank} {what} for {rid} room {room} attempt {attempt}, which is over")
     return handoff
 
 
-def check_touch(process: "Process", rid: RequestId, room: Room, attempt: int, page: int, what: str) -> None:
+def check_touch(rank: "Rank", rid: RequestId, room: Room, attempt: int, page: int, what: str) -> None:
     """A transfer reads or writes `page` only while this very attempt holds it."""
-    handoff = holder(process, rid, room, attempt, what)
-    require(page in handoff.pages, "law of pages", f"{process} {what} page {page}, which {rid} does not hold")
+    handoff = holder(rank, rid, room, attempt, what)
+    require(page in handoff.pages, "law of pages", f"{rank} {what} page {page}, which {rid} does not hold")
 
 
-def check_row(process: "Process", rid: RequestId, room: Room, attempt: int, row: int) -> None:
+def check_row(rank: "Rank", rid: RequestId, room: Room, attempt: int, row: int) -> None:
     """A metadata row is written only while this very attempt holds it."""
-    handoff = holder(process, rid, room, attempt, "writes a row")
-    require(handoff.row == row, "law of pages", f"{process} writes row {row}; {rid} holds {handoff.row}")
+    handoff = holder(rank, rid, room, attempt, "writes a row")
+    require(handoff.row == row, "law of pages", f"{rank} writes row {row}; {rid} holds {handoff.row}")
 
 
-def check_step(process: "Process", plan: StepPlan) -> None:
+def check_step(rank: "Rank", plan: StepPlan) -> None:
     """Everything a running plan names is still held by the request it was planned for."""
     for piece in plan.slices:
-        handoff = process.ledger.live.get(piece.rid)
+        handoff = rank.ledger.live.get(piece.rid)
         if handoff is None:
-            raise Broken(f"law of pages: {process} computes {piece.rid}, which is over")
-        require(handoff.pages == piece.pages, "law of pages", f"{process} computes pages that {piece.rid} lost")
-        shared = len(handoff.shared) * process.world.shape.page_tokens
-        require(piece.start >= shared, "law of pages", f"{process} {piece.rid} writes a page that the cache shares")
+            raise Broken(f"law of pages: {rank} computes {piece.rid}, which is over")
+        require(handoff.pages == piece.pages, "law of pages", f"{rank} computes pages that {piece.rid} lost")
+        shared = len(handoff.shared) * rank.unit.page_tokens
+        require(piece.start >= shared, "law of pages", f"{rank} {piece.rid} writes a page that the cache shares")
 
 
-def check_rest(processes: Sequence["Process"]) -> None:
+def check_rest(units: Sequence["Unit"]) -> None:
     """At rest nothing is left: no request, page, row, watch, transfer, unacknowledged message or memory of a room."""
-    for process in processes:
-        ledger = process.ledger
-        require(not ledger.live, "rest", f"{process}: {list(ledger.live)} live")
-        require(not process.core.watched(), "rest", f"{process}: {process.core.watched()} watched")
-        if ledger.cache is not None:
-            ledger.cache.flush()
-        require(ledger.pool.free == ledger.pool.total, "rest", f"{process}: pages are missing")
-        require(ledger.rows is None or ledger.rows.free == ledger.rows.total, "rest", f"{process}: rows are missing")
-        require(not process.transfer.kept(), "rest", f"{process}: {process.transfer.kept()} kept by the backend")
-        unacked = process.unacknowledged()
-        require(not unacked, "rest", f"{process}: {unacked} unacknowledged messages")
-        process.core.tick(process.now + FAR)
-        process.core.tick(process.now + 2 * FAR)  # what expired just now may leave a tombstone of its own
-        require(ledger.rooms.tombstones == 0, "rest", f"{process}: {ledger.rooms.tombstones} tombstones")
-        require(sum(process.memories()) == 0, "rest", f"{process}: orphans, farewells {process.memories()}")
-        require(process.core.next_deadline() is None, "rest", f"{process}: a deadline without anything waiting")
+    for unit in units:
+        unacked = unit.leader.unacknowledged()
+        require(not unacked, "rest", f"{unit}: {unacked} unacknowledged messages")
+        for rank in unit.ranks:
+            _check_rank_at_rest(rank)
+
+
+def _check_rank_at_rest(rank: "Rank") -> None:
+    ledger = rank.ledger
+    require(not ledger.live, "rest", f"{rank}: {list(ledger.live)} live")
+    require(not rank.core.watched(), "rest", f"{rank}: {rank.core.watched()} watched")
+    if ledger.cache is not None:
+        ledger.cache.flush()
+    require(ledger.pool.free == ledger.pool.total, "rest", f"{rank}: pages are missing")
+    require(ledger.rows is None or ledger.rows.free == ledger.rows.total, "rest", f"{rank}: rows are missing")
+    require(not rank.transfer.kept(), "rest", f"{rank}: {rank.transfer.kept()} kept by the backend")
+    now = rank.unit.leader.now
+    rank.core.tick(now + FAR)
+    rank.core.tick(now + 2 * FAR)  # what expired just now may leave a tombstone of its own
+    require(ledger.rooms.tombstones == 0, "rest", f"{rank}: {ledger.rooms.tombstones} tombstones")
+    require(sum(rank.memories()) == 0, "rest", f"{rank}: orphans, farewells {rank.memories()}")
+    require(rank.core.next_deadline() is None, "rest", f"{rank}: a deadline without anything waiting")

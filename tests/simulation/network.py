@@ -1,15 +1,18 @@
 """The wire between workers: frames that may be lost, repeated, late or cut off, and byte streams that may stall or break.
 
-Addresses are worker names; whoever lives there now gets what arrives. Partitions are one-way cuts between addresses.
+Addresses are names of workers' units ("P0/1"); whoever leads there now gets what arrives. Byte streams join two ranks.
+Partitions are one-way cuts between workers.
 """
 
 from collections import deque
 from typing import TYPE_CHECKING
 
 from baton_core.link import Frame
-from simulation.process import Process, Reset
+from simulation.leader import Leader, Reset
+from simulation.rank import Rank
 
 if TYPE_CHECKING:
+    from simulation.unit import Unit
     from simulation.world import World
 
 RETRY_MS = 40
@@ -40,45 +43,47 @@ class Network:
         """Milliseconds that something takes on its way."""
         return int(self.world.random.random() * (self.world.shape.latency_ms + 1))
 
-    def send(self, sender: Process, address: str, frame: Frame) -> None:
+    def send(self, sender: Leader, address: str, frame: Frame) -> None:
         """Put a frame on the wire; only late and repeated ones overtake each other."""
         world, rates = self.world, self.world.rates
         random = world.random.random
         if rates.frame_lost and random() < rates.frame_lost:
-            world.fault("frame_lost", sender, frame.payload)
+            world.fault("frame_lost", sender.rank, frame.payload)
             return
-        way = sender.name, address
+        way = sender.address, address
         arrives = max(world.now + self.latency(), self._last.get(way, 0))
         self._last[way] = arrives
         delay = arrives - world.now
         if rates.frame_late and random() < rates.frame_late:
-            world.fault("frame_late", sender, frame.payload)
+            world.fault("frame_late", sender.rank, frame.payload)
             delay += int(random() * 400)
         world.at(delay, self._arrive, sender, address, frame)
         if rates.frame_repeated and random() < rates.frame_repeated:
-            world.fault("frame_repeated", sender, frame.payload)
+            world.fault("frame_repeated", sender.rank, frame.payload)
             world.at(delay + int(random() * 300), self._arrive, sender, address, frame)
 
-    def _arrive(self, sender: Process, address: str, frame: Frame) -> None:
-        if self.is_cut(sender.name, address):
+    def _arrive(self, sender: Leader, address: str, frame: Frame) -> None:
+        name = address.partition("/")[0]
+        if self.is_cut(sender.unit.worker.name, name):
             return
-        target = self.world.processes[address]
+        target = self.world.leader_at(address)
         if target.alive:
-            target.put((sender.name, frame))
-        elif sender.alive and not self.is_cut(address, sender.name):
+            target.put((sender.address, frame))
+        elif sender.alive and not self.is_cut(name, sender.unit.worker.name):
             self.world.at(self.latency(), sender.put, Reset(frame.target))
 
-    def reset(self, dead: Process) -> None:
-        """A process is gone: its connections break, where that can be seen."""
+    def reset(self, dead: "Unit") -> None:
+        """A unit is gone: its connections break, where that can be seen."""
         for stream in list(self.streams):
-            if dead in (stream.prefill, stream.decode):
+            if dead in (stream.prefill.unit, stream.decode.unit):
                 stream.close()
         for other in self.world.living():
-            if other.switchboard.knows(dead.incarnation) and not self.is_cut(dead.name, other.name):
-                self.world.at(self.latency(), other.put, Reset(dead.incarnation))
+            knows = other.leader.switchboard.knows(dead.leader.name)
+            if knows and not self.is_cut(dead.worker.name, other.worker.name):
+                self.world.at(self.latency(), other.leader.put, Reset(dead.leader.name))
 
-    def stream(self, prefill: Process, decode: Process) -> "Stream":
-        """The open byte stream between two processes."""
+    def stream(self, prefill: Rank, decode: Rank) -> "Stream":
+        """The open byte stream between two ranks."""
         for stream in self.streams:
             if stream.prefill is prefill and stream.decode is decode:
                 return stream
@@ -88,9 +93,9 @@ class Network:
 
 
 class Stream:
-    """A TCP-like connection of one prefill and one decode process: ordered both ways, stalls in a partition."""
+    """A TCP-like connection of one prefill and one decode rank: ordered both ways, stalls in a partition."""
 
-    def __init__(self, network: Network, prefill: Process, decode: Process) -> None:
+    def __init__(self, network: Network, prefill: Rank, decode: Rank) -> None:
         self._network = network
         self.prefill, self.decode = prefill, decode
         self.open = True
@@ -120,7 +125,7 @@ class Stream:
         if to_decode and self.busy:
             self._pumping[True] = False  # the page that is being written pumps on when it has landed
             return
-        if target.paused or self._network.is_cut(source.name, target.name):
+        if target.paused or self._network.is_cut(source.worker.name, target.worker.name):
             self._network.world.at(RETRY_MS, self._deliver, to_decode)
             return
         self._pumping[to_decode] = False
@@ -139,11 +144,11 @@ class Stream:
             if end.alive:
                 network.world.at(network.latency(), self._notice, end)
 
-    def _notice(self, end: Process) -> None:
+    def _notice(self, end: Rank) -> None:
         other = self.decode if end is self.prefill else self.prefill
         if not end.alive:
             return
-        if end.paused or self._network.is_cut(other.name, end.name):
+        if end.paused or self._network.is_cut(other.worker.name, end.worker.name):
             self._network.world.at(RETRY_MS, self._notice, end)
             return
         end.transfer.closed(self)

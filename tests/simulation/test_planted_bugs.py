@@ -21,8 +21,8 @@ from baton_core.pages import pages_for
 from baton_core.prefill.core import PrefillCore
 from baton_core.request import Finish, FinishType, Room
 from baton_core.rooms import RoomTable
+from simulation.receiver import Receiver
 from simulation.run import play
-from simulation.transfer import Receiver
 
 SEEDS = 1_000
 
@@ -32,7 +32,7 @@ def caught(first: int, *names: str) -> None:
     for seed in range(first, first + SEEDS):
         failure = play(seed).failure
         if failure:
-            assert any(name in failure for name in names), failure
+            assert any(name in failure for name in names), f"seed {seed}: {failure}"
             return
     raise AssertionError(f"{SEEDS} seeds from {first} on passed with the bug in place")
 
@@ -50,7 +50,7 @@ def test_pages_released_under_a_running_step_are_noticed(monkeypatch: pytest.Mon
     real = Ledger._end
 
     def end(self: Ledger, handoff: Handoff, *rest: Any) -> None:
-        handoff.in_step = False
+        handoff.in_step = 0
         real(self, handoff, *rest)
 
     monkeypatch.setattr(Ledger, "_end", end)
@@ -66,9 +66,9 @@ def test_a_metadata_row_that_is_used_again_without_being_zeroed_is_noticed(monke
     real = Receiver.expect
 
     def expect(self: Receiver, effect: Expect) -> None:
-        old = self.process.rows[effect.row]
+        old = self.rank.metadata[effect.row]
         real(self, effect)
-        self.process.rows[effect.row] = old
+        self.rank.metadata[effect.row] = old
 
     monkeypatch.setattr(Receiver, "expect", expect)
     caught(0, "cause: METADATA_CORRUPT")
@@ -78,7 +78,7 @@ def test_a_receiver_that_checks_neither_attempt_nor_revocation_is_noticed(monkey
     def forget(self: Receiver, effect: Forget) -> None:
         self.world.at(50, self.attempts.pop, (effect.room, effect.attempt), None)
 
-    monkeypatch.setattr(Receiver, "may_write", lambda self, attempt, stream: attempt.stream is stream)
+    monkeypatch.setattr(Receiver, "may_write", lambda self, attempt, stream: stream.prefill.member in attempt.ways)
     monkeypatch.setattr(Receiver, "forget", forget)
     monkeypatch.setattr(Receiver, "kept", lambda self: [])
     caught(25, "law of pages")

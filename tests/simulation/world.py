@@ -12,12 +12,16 @@ from random import Random
 
 from baton_core.messages import RoomMessage
 from simulation.clients import Clients
-from simulation.faults import Chaos, Registry
+from simulation.faults import Chaos
 from simulation.invariants import Broken, check_rest
+from simulation.leader import Leader
 from simulation.network import Network
-from simulation.process import Process
+from simulation.rank import Rank
+from simulation.registry import Registry
 from simulation.shape import Rates, draw_shape
 from simulation.tally import Tally
+from simulation.unit import Unit
+from simulation.worker import Worker
 
 TRACE_LENGTH = 40
 EVENTS_MAX = 400_000
@@ -32,29 +36,29 @@ class World:
         self.now = 0
         self.events = 0
         self._heap: list[tuple[int, int, Callable[..., object], tuple[object, ...]]] = []
-        self.trace: deque[tuple[int, Process, object]] = deque(maxlen=None if traced else TRACE_LENGTH)
+        self.trace: deque[tuple[int, Rank, object]] = deque(maxlen=None if traced else TRACE_LENGTH)
         self.tally = Tally()
         self.messages: list[RoomMessage] = []
         self.shape = draw_shape(seed, self.random)
         self.rates = self.shape.rates
-        self.processes: dict[str, Process] = {}
-        self.all_lives: dict[str, Process] = {}
+        self.workers: dict[str, Worker] = {}
+        self.ranks: dict[str, Rank] = {}  # of all lives, by name
         self.network = Network(self)
         self.registry = Registry(self)
-        for side, count in (("prefill", self.shape.prefills), ("decode", self.shape.decodes)):
-            for number in range(count):
-                self.start(f"{side[0].upper()}{number}", side, 1)
+        for name in self.shape.parallels:
+            self.start(name, "prefill" if name[0] == "P" else "decode", 1)
         self.clients = Clients(self)
         self.chaos = Chaos(self)
         self.healed = False
-        for kind, wanted in (("layout_differs", self.shape.other_layouts), ("rank_differs", self.shape.other_ranks)):
-            if wanted:
-                self.fault(kind, None)
+        if self.shape.other_layouts:
+            self.fault("layout_differs", None)
 
     def start(self, name: str, side: str, life: int) -> None:
         """A worker begins a life."""
-        self.processes[name] = Process(self, name, side, life)
-        self.all_lives[self.processes[name].incarnation] = self.processes[name]
+        parallel = self.shape.parallels[name]
+        self.workers[name] = Worker(self, name, side, life, parallel)
+        for unit in self.workers[name].units:
+            self.ranks.update((rank.name, rank) for rank in unit.ranks)
 
     # -- what everybody uses
 
@@ -63,41 +67,42 @@ class World:
         self.events += 1
         heapq.heappush(self._heap, (self.now + delay, self.events, call, args))
 
-    def note(self, process: Process, what: object) -> None:
+    def note(self, rank: Rank, what: object) -> None:
         """One line of the trace."""
-        self.trace.append((self.now, process, what))
+        self.trace.append((self.now, rank, what))
 
-    def living(self) -> list[Process]:
-        """Processes that are alive (perhaps paused)."""
-        return [process for process in self.processes.values() if process.alive]
+    def living(self) -> list[Unit]:
+        """Units that are alive (perhaps with a rank that is paused)."""
+        return [unit for worker in self.workers.values() for unit in worker.units if unit.alive]
 
-    def by_incarnation(self, incarnation: str) -> Process | None:
-        """The living process of that incarnation."""
-        process = self.all_lives.get(incarnation)
-        return process if process is not None and process.alive else None
+    def leader_at(self, address: str) -> Leader:
+        """Who leads the unit at this address now; perhaps nobody alive."""
+        name, _, dp_rank = address.partition("/")
+        units = self.workers[name].units
+        return units[min(int(dp_rank), len(units) - 1)].leader
 
-    def fault(self, kind: str, process: Process | None, about: object = None) -> None:
+    def fault(self, kind: str, rank: Rank | None, about: object = None) -> None:
         """Count a fault, and the phases of the requests it hits."""
         self.tally.faults[kind] += 1
-        if process is None:
+        if rank is None:
             return
-        for rid in self._hit(process, about):
-            phase = process.phases.get(rid)
+        for rid in self._hit(rank, about):
+            phase = rank.phases.get(rid)
             if phase is not None:
-                self.tally.fault_phases[kind, f"{process.side}.{phase}"] += 1
+                self.tally.fault_phases[kind, f"{rank.side}.{phase}"] += 1
 
-    def _hit(self, process: Process, about: object) -> list[str]:
+    def _hit(self, rank: Rank, about: object) -> list[str]:
         if isinstance(about, bytes):
             room = self.messages[int(about)].room if about else -1
-            holder = process.ledger.rooms.holder(room)
+            holder = rank.ledger.rooms.holder(room)
             return [] if holder is None else [holder]
         if isinstance(about, list):
             return about
-        return list(process.phases) if about is None else [str(about)]
+        return list(rank.phases) if about is None else [str(about)]
 
     def told_within_ms(self) -> int:
         """How soon one leg hears of the other's failure where links are well: messages, look-up, turns of loops."""
-        return 50 + 6 * self.shape.latency_ms + 6 * self.shape.turn_ms
+        return 50 + 6 * self.shape.latency_ms + 6 * self.shape.turn_ms + self.shape.unit_lag_ms
 
     # -- from the first event to rest
 
@@ -124,29 +129,30 @@ class World:
     def _heal(self) -> None:
         """No new faults from now on, and those that last end."""
         self.rates = Rates()
-        for process in list(self.processes.values()):
-            process.slowness = 1
-            if process.draining and process.alive:
-                self.chaos.kill(process)
-            if not process.alive:
-                self.chaos.restart(process)
-            self.chaos.resume(process)
+        for worker in list(self.workers.values()):
+            for rank in (rank for unit in worker.units for rank in unit.ranks):
+                rank.slowness = 1
+            if worker.alive and (worker.draining or not all(unit.alive for unit in worker.units)):
+                worker.kill()
+            if not worker.alive:
+                self.chaos.restart(worker)
+            for rank in (rank for unit in worker.units for rank in unit.ranks):
+                self.chaos.resume(rank)
         self.healed = True
         self.at(100, self._rest)
 
     def _busy(self) -> list[str]:
         live = [
-            f"{process} {one.rid} {one.phase.value}"
-            for process in self.living()
-            for one in process.ledger.live.values()
+            f"{rank} {one.rid} {one.phase.value}"
+            for unit in self.living()
+            for rank in unit.ranks
+            for one in rank.ledger.live.values()
         ]
         return [*live, f"{self.clients.open} legs without an answer"]
 
     def _rest(self) -> None:
         """End the world when nobody waits for anything any more: heartbeats alone would go on for ever."""
-        quiet = not self.clients.open and not any(
-            process.ledger.live or process.inbox or process.unacknowledged() for process in self.living()
-        )
+        quiet = not self.clients.open and all(unit.quiet for unit in self.living())
         if quiet:
             self._heap.clear()
         else:
@@ -155,11 +161,11 @@ class World:
     def digest(self) -> str:
         """What happened, in 16 bytes; needs a full trace."""
         told = blake2b(digest_size=16)
-        for when, process, what in self.trace:
-            told.update(f"{when} {process} {what!r}\n".encode())
+        for when, rank, what in self.trace:
+            told.update(f"{when} {rank} {what!r}\n".encode())
         return told.hexdigest()
 
 
 def tell(world: World) -> str:
     """The trace, for people."""
-    return "\n".join(f"  {when:7} {process!r:6} {what!r}" for when, process, what in world.trace)
+    return "\n".join(f"  {when:7} {rank!r:10} {what!r}" for when, rank, what in world.trace)

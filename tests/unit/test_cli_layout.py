@@ -88,6 +88,28 @@ def test_workers_get_disjoint_cores_while_there_are_enough(
     assert worker_cores(UpOptions(prefill=prefill, decode=decode), replace(HOST, cores=cores)) == expected
 
 
+@pytest.mark.parametrize(
+    ("settings", "env", "expected"),
+    [
+        (("prefill.tp=3",), {}, ["0,1,2", "3"]),
+        (("prefill.tp=2", "decode.dp=2"), {}, ["0,1", "2,3"]),
+        ((), {"BATON_TP": "2", "BATON_PREFILL_PP": "3"}, ["0,1,2", "3"]),
+        (("decode.tp=7",), {"BATON_DECODE_TP": "1"}, ["0", "0,1,2,3"]),
+        (("prefill.tp=many",), {}, ["0,1", "2,3"]),
+    ],
+)
+def test_a_worker_of_many_ranks_gets_more_cores(
+    settings: tuple[str, ...], env: dict[str, str], expected: list[str | None]
+) -> None:
+    assert worker_cores(with_settings(*settings), replace(HOST, env=env)) == expected
+
+
+def test_layouts_and_switches_of_a_role_reach_its_workers() -> None:
+    specs = planned(with_settings("prefill.tp=2", "prefill.dp-attention=true", "decode.load_balance_method=least_load"))
+    assert specs["prefill 0"].env == {"BATON_PREFILL_TP": "2", "BATON_PREFILL_DP_ATTENTION": "true"}
+    assert specs["decode 0"].env == {"BATON_DECODE_LOAD_BALANCE_METHOD": "least_load"}
+
+
 def test_cores_are_left_to_a_user_who_sets_any() -> None:
     assert worker_cores(with_settings("decode.cores=0"), HOST) == [None, None]
     assert worker_cores(UpOptions(), replace(HOST, env={"BATON_CORES": "0"})) == [None, None]

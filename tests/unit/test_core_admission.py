@@ -12,7 +12,7 @@ from unit.cores import GONE, decode, kinds, request
 
 
 def handoff(**fields: object) -> Handoff:
-    made = {"request": request(), "table": DECODE, "arrived_at": 0, "deadline_at": 1, **fields}
+    made = {"request": request(), "serial": 1, "table": DECODE, "arrived_at": 0, "deadline_at": 1, **fields}
     return Handoff(**made)  # type: ignore[arg-type]
 
 

@@ -17,6 +17,7 @@ from unit.cores import (
     FINGERPRINT,
     GONE,
     INFOS,
+    LAYOUT,
     PROMPT,
     ROOM,
     P,
@@ -54,11 +55,14 @@ def test_a_request_is_looked_up_greeted_ordered_and_streamed() -> None:
             digest=prompt_digest(PROMPT),
             fingerprint=FINGERPRINT,
             dp_rank=0,
+            layout=LAYOUT.to_text(),
         )
     ]
     assert (bench.free, bench.phase()) == (8, "greeting"), "nothing is reserved before prefill accepted"
     effects = bench.say(ACCEPTED, P)
-    expect = Expect(rid="r", room=ROOM, attempt=1, peer=P, pages=(0, 1, 2), row=0)
+    expect = Expect(
+        rid="r", room=ROOM, attempt=1, peer=P, source=LAYOUT.to_text(), prompt_tokens=5, pages=(0, 1, 2), row=0
+    )
     assert expect in effects
     assert bench.free == 4, "prompt and longest answer: 8 tokens"
     effects = bench.step(polled(row=row(42, cached_tokens=2), progress=3))

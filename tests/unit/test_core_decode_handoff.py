@@ -17,7 +17,7 @@ from baton_core.events import (
     Resolved,
     StopHere,
 )
-from baton_core.messages import Accepted, Hello, NotYet, Rejected, RoomFailed
+from baton_core.messages import Hello, NotYet, Rejected, RoomFailed
 from unit.cores import (
     ACCEPTED,
     GONE,
@@ -26,6 +26,7 @@ from unit.cores import (
     ROOM,
     Bench,
     P,
+    accepted,
     arrived,
     decode,
     ends,
@@ -114,7 +115,7 @@ def test_what_is_said_by_another_life_or_about_another_attempt_changes_nothing(
 ) -> None:
     bench = decode()
     greeting(bench)
-    assert bench.say(Accepted(room=room, attempt=attempt, dp_rank=0), peer) == []
+    assert bench.say(accepted(room, attempt), peer) == []
     assert bench.say(Rejected(room=room, attempt=attempt, reason=Reason.ABORTED, text=""), peer) == []
 
 
@@ -298,7 +299,7 @@ def test_every_wait_ends_and_names_its_stage(ms: int, state: str, stage: str, re
         transferring(bench, "first", 1)
         bench.submit(request("r", sampling=sampling(max_new_tokens=9)))
         bench.step(Resolved(rid="r", infos=INFOS))
-        bench.say(Accepted(room=ROOM, attempt=2, dp_rank=0), P)
+        bench.say(accepted(ROOM, 2), P)
     else:
         _BEGIN[state](bench)
     assert bench.phase() == state

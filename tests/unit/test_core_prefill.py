@@ -11,14 +11,16 @@ from baton_core.events import (
     Abort,
     DrainBegan,
 )
-from baton_core.messages import Accepted, NotYet, Rejected
+from baton_core.messages import NotYet, Rejected
 from baton_core.request import FinishType
 from unit.cores import (
     ACCEPTED,
     GONE,
+    LAYOUT,
     PROMPT,
     ROOM,
     D,
+    accepted,
     ends,
     hello,
     inflight,
@@ -33,7 +35,7 @@ from unit.cores import (
     with_limits,
 )
 
-OFFER = Offer(rid="r", room=ROOM, attempt=1, peer=D, pages_total=3)
+OFFER = Offer(rid="r", room=ROOM, attempt=1, peer=D, target=LAYOUT.to_text(), prompt_tokens=5, pages_total=3)
 
 
 # -- the two legs meet
@@ -87,7 +89,7 @@ def test_a_room_that_ended_well_may_be_used_again_at_once() -> None:
     inflight(bench)
     bench.step(polled())
     bench.submit(request("again"))
-    assert told(bench.say(hello(attempt=2), D)) == [Accepted(room=ROOM, attempt=2, dp_rank=0)]
+    assert told(bench.say(hello(attempt=2), D)) == [accepted(ROOM, 2)]
 
 
 def test_a_probe_needs_no_peer() -> None:

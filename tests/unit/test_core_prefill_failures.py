@@ -20,10 +20,12 @@ from unit.cores import (
     FINGERPRINT,
     GONE,
     INFOS,
+    LAYOUT,
     LOST,
     PROMPT,
     ROOM,
     D,
+    accepted,
     ends,
     hello,
     inflight,
@@ -39,7 +41,7 @@ from unit.cores import (
     with_limits,
 )
 
-OFFER = Offer(rid="r", room=ROOM, attempt=1, peer=D, pages_total=3)
+OFFER = Offer(rid="r", room=ROOM, attempt=1, peer=D, target=LAYOUT.to_text(), prompt_tokens=5, pages_total=3)
 
 
 def failed(reason: Reason = Reason.ABORTED, attempt: int = 1, room: int = ROOM, greeted: bool = True) -> RoomFailed:
@@ -106,7 +108,7 @@ def test_a_hello_that_comes_again_wipes_what_its_earlier_life_left() -> None:
     bench = prefill()
     bench.say(failed(greeted=False), D)
     bench.say(hello(attempt=2), D)
-    assert told(bench.submit(request())) == [Accepted(room=ROOM, attempt=2, dp_rank=0)]
+    assert told(bench.submit(request())) == [accepted(ROOM, 2)]
 
 
 @pytest.mark.parametrize("message", [ACCEPTED, NotYet(room=ROOM, attempt=1)])
@@ -208,7 +210,7 @@ def test_a_room_used_again_while_its_old_life_is_revoked_is_refused_only_under_t
     assert isinstance(message, Rejected)
     assert message.reason is Reason.DUPLICATE_ROOM
     bench.submit(request("and again"))
-    assert told(bench.say(hello(attempt=2), D)) == [Accepted(room=ROOM, attempt=2, dp_rank=0)]
+    assert told(bench.say(hello(attempt=2), D)) == [accepted(ROOM, 2)]
 
 
 # -- transfers and steps that fail

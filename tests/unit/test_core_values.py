@@ -109,7 +109,7 @@ def test_digests_tell_prompts_apart() -> None:
 @pytest.mark.parametrize(("room", "attempt"), [(-1, 1), (ROOM_MAX + 1, 1), (1, 0)])
 def test_a_room_message_out_of_range_cannot_be_made(room: int, attempt: int) -> None:
     with pytest.raises(ValueError, match="out of range"):
-        Hello(room=room, attempt=attempt, prompt_tokens=1, digest=1, fingerprint="", dp_rank=0)
+        Hello(room=room, attempt=attempt, prompt_tokens=1, digest=1, fingerprint="", dp_rank=0, layout="")
 
 
 def test_both_kinds_of_bad_news_carry_a_verdict() -> None:

@@ -41,3 +41,15 @@ def test_pokes_from_many_threads_race_with_draining_without_a_trace() -> None:
         thread.join()
     poker.drain()
     assert not readable(poker)
+
+
+def test_the_end_of_a_step_is_told_from_a_change_of_a_transfer() -> None:
+    poker = Poker()
+    poker.computed()
+    step = poker.drain()
+    poker()
+    poker.computed()
+    both = poker.drain()
+    assert step is not None
+    assert both is not None
+    assert (step.changed, both.changed) == (False, True)

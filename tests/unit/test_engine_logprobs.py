@@ -12,7 +12,7 @@ import torch
 
 from baton_core.plan import SequenceResult, SequenceSlice, StepPlan
 from baton_core.request import Sampling, TokenLogprob
-from baton_engine.logprobs import BLOCK_ROWS, judge, score
+from baton_engine.logprobs import BLOCK_ROWS, judge, logit_blocks, score
 from baton_engine.runner import Runner
 from tiny_models import GREEDY, TinyEngine, oracle, oracle_logits, part, prompt
 
@@ -150,7 +150,7 @@ def test_a_long_chunk_is_scored_in_bounded_blocks() -> None:
     rows = 2 * BLOCK_ROWS + 9
     hidden = torch.randn(rows, 4, generator=torch.Generator().manual_seed(2))
     item = replace(part("a", [1], 0, first_page=0), sampling=ASKING, score=tuple(index % 11 for index in range(rows)))
-    scored = score(hidden, head, [item])
+    scored = score(logit_blocks(hidden, head), [item])
     assert sizes == [BLOCK_ROWS, BLOCK_ROWS, 9]
     at_once = judge(hidden @ weight.T, list(item.score), [3] * rows)
     assert len(scored) == rows

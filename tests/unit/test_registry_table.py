@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from baton_core.errors import ClientError
+from baton_core.limits import RegistryLimits
 from baton_core.registration import (
     Endpoint,
     Layout,
@@ -14,7 +15,7 @@ from baton_core.registration import (
     registration_body,
     topology_body,
 )
-from baton_core.registry import Accepted, Instance, NeedsProbe, Refused, RegistryLimits, RegistryTable
+from baton_core.registry import Accepted, Instance, NeedsProbe, Refused, RegistryTable
 
 LAYOUT = Layout(attn_tp_size=2, attn_cp_size=1, dp_size=1, pp_size=1, page_size=16, kv_cache_dtype="float32")
 

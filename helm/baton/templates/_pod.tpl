@@ -85,15 +85,7 @@ spec:
     - name: {{ $role }}
       image: {{ include "baton.image" (dict "root" $root "which" (ternary "engine" "frontend" $worker)) }}
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
-      {{- if $follower }}
-      {{- if not $values.multinode.workerCommand }}
-      {{- fail (printf "%s.multinode.workerCommand is needed: what the ranks beside the leader run" $role) }}
-      {{- end }}
-      command:
-        {{- toYaml $values.multinode.workerCommand | nindent 8 }}
-      {{- else }}
       args: [{{ printf "baton_%s" $role }}]
-      {{- end }}
       env:
         {{- include "baton.env" . | nindent 8 }}
       ports:
@@ -101,13 +93,15 @@ spec:
         {{- if eq $role "prefill" }}
         - {name: bootstrap, containerPort: 8998}
         {{- end }}
-      {{- if not $follower }}
       startupProbe:
         {{- include "baton.probe" (dict "path" "/health" "probe" $values.probes.startup) | nindent 8 }}
+      {{- if not $follower }}
       readinessProbe:
         {{- include "baton.probe" (dict "path" "/ready" "probe" $values.probes.readiness) | nindent 8 }}
+      {{- end }}
       livenessProbe:
         {{- include "baton.probe" (dict "path" "/health" "probe" $values.probes.liveness) | nindent 8 }}
+      {{- if not $follower }}
       lifecycle:
         preStop:
           exec:
@@ -180,6 +174,13 @@ spec:
 - {name: BATON_TRANSFER, value: {{ $values.transfer }}}
 # The worker gives up loading when the startup probe does, so that its own log has the last word.
 - {name: BATON_START_MS, value: {{ mul (int $values.probes.startup.periodSeconds) (int $values.probes.startup.failureThreshold) 1000 | quote }}}
+{{- end }}
+{{- if and $worker (dig "multinode" "enabled" false $values) }}
+# The same command on every node; the operator that makes the group says which node this is, and where the first one is.
+- {name: BATON_NNODES, value: {{ $values.multinode.size | quote }}}
+- name: BATON_NODE_RANK
+  valueFrom: {fieldRef: {fieldPath: "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']"}}
+- {name: BATON_DIST_INIT_ADDR, value: "$(LWS_LEADER_ADDRESS):{{ int $values.multinode.port }}"}
 {{- end }}
 {{- $role := .role }}
 {{- range $key, $value := $values.settings }}

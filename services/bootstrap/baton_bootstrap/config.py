@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from baton_core.registry import RegistryLimits
+from baton_core.limits import RegistryLimits
 from baton_io.config import option
 from baton_io.logs import LEVELS
 

@@ -13,6 +13,7 @@ from baton_io.peers import BootstrapAllow, Peers, learn_registered_hosts
 from baton_worker.app import create_app
 from baton_worker.config import DecodeConfig
 from baton_worker.materials import Materials
+from baton_worker.node_app import run_node
 from baton_worker.serving import Site, listen, monotonic_ms, serve
 from baton_worker.worker import Worker
 
@@ -31,7 +32,7 @@ class DecodeCompanion:
             self._allow = BootstrapAllow(config.registry, config.bootstrap_allow)
         except ValueError as error:
             raise EngineError(f"registry or bootstrap_allow: {error}") from error
-        self._peers = Peers(session, config.limits)
+        self._peers = Peers(session, config.limits, forced=config.force_query_prefill_dp_rank)
 
     def check_host(self, host: str, port: int) -> Verdict | None:
         """Only known hosts, or any client could make this worker call anybody."""
@@ -41,7 +42,7 @@ class DecodeCompanion:
         """Decode needs nobody to be ready: it can answer alone."""
         return []
 
-    async def attend(self, _ready: RankReady) -> None:
+    async def attend(self, _readies: tuple[RankReady, ...]) -> None:
         """Keep learning which hosts are registered."""
         if self._registries:
             await learn_registered_hosts(self._allow, self._registries, self._session)
@@ -53,12 +54,14 @@ class DecodeCompanion:
 
     def forget(self, peers: tuple[Incarnation, ...]) -> None:
         """The next look-up asks the registry again."""
-        for incarnation in peers:
-            self._peers.forget(incarnation)
+        for peer in peers:
+            self._peers.forget(peer)
 
 
 async def run(config: DecodeConfig, materials: Materials) -> int:
     """Serve until the worker is over; the exit status. Raises OSError when the port cannot be had."""
+    if config.node_rank > 0:
+        return await run_node(config, materials)
     listener = listen(config.host, config.port)
     async with aiohttp.ClientSession() as session:
         worker = Worker(

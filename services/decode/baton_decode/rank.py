@@ -8,11 +8,12 @@ from baton_core.decode.core import DecodeCore
 from baton_core.errors import EngineError
 from baton_decode.side import DecodeSide
 from baton_engine.rank import Materials, Parts, read_settings_line, run_rank
-from baton_engine.transfer.auto import AutoReceiver
+from baton_engine.transfer.attempts import AttemptTable
 from baton_engine.transfer.fake import FakeReceiver
 from baton_engine.transfer.protocol import Receiver
-from baton_engine.transfer.shm_receiver import ShmReceiver
-from baton_engine.transfer.tcp_receiver import TcpReceiver
+from baton_engine.transfer.receiver import Door, PageReceiver
+from baton_engine.transfer.shm_door import ShmDoor
+from baton_engine.transfer.tcp_door import TcpDoor
 from baton_io.config import from_json
 from baton_io.logs import configure_logs
 from baton_worker.config import RankConfig
@@ -22,15 +23,22 @@ log = structlog.get_logger(__name__)
 
 def build(materials: Materials) -> Parts:
     """A decode core, and a receiver over this rank's pool and rows."""
-    settings, engine = materials.settings, materials.engine
     core = DecodeCore(
-        limits=settings.limits,
-        pool_pages=engine.pool.pages,
-        page_tokens=engine.pool.shape.page_tokens,
-        context_tokens=engine.context_tokens,
+        limits=materials.settings.limits,
+        pool_pages=materials.pages,
+        context_tokens=materials.engine.context_tokens,
         fingerprint=materials.fingerprint,
+        layout=materials.layout,
+        pp_size=materials.parallel.pp,
     )
-    side = DecodeSide(_receiver(materials), engine.rows, materials.links, materials.layout, materials.incarnation)
+    side = DecodeSide(
+        _receiver(materials),
+        materials.engine.rows,
+        materials.links,
+        layout=materials.layout,
+        place=materials.place,
+        name=materials.incarnation,
+    )
     return Parts(core=core, side=side, control_port=0)
 
 
@@ -38,28 +46,20 @@ def _receiver(materials: Materials) -> Receiver:
     engine, settings = materials.engine, materials.settings
     if materials.backend == "fake":
         return FakeReceiver(engine.rows, materials.poker)
-    if materials.backend == "shm":
-        return _shm_receiver(materials)
-    tcp = TcpReceiver(
-        engine.pool.memory,
-        engine.pool.page_bytes,
-        engine.rows,
-        materials.poker,
-        host=settings.host,
-        advertise_host=settings.advertise_host,
-    )
-    if materials.backend == "tcp":
-        return tcp
-    try:
-        return AutoReceiver(_shm_receiver(materials), tcp)
-    except EngineError as error:
-        log.warning("transfer.without_shm", text=error.verdict.text)
-        return tcp
-
-
-def _shm_receiver(materials: Materials) -> ShmReceiver:
-    engine, settings = materials.engine, materials.settings
-    return ShmReceiver(engine.pool, engine.rows, materials.poker, directory=settings.shm_dir)
+    doors: list[Door] = []
+    table = AttemptTable(materials.poker)
+    if materials.backend in ("auto", "shm"):
+        try:
+            doors.append(ShmDoor(engine.pool, engine.rows, table, directory=settings.shm_dir))
+        except EngineError as error:
+            if materials.backend == "shm":
+                raise
+            log.warning("transfer.without_shm", text=error.verdict.text)
+    if materials.backend in ("auto", "tcp"):
+        doors.append(
+            TcpDoor(engine.pool, engine.rows, table, host=settings.host, advertise_host=settings.advertise_host)
+        )
+    return PageReceiver(table, materials.layout, materials.place.member, engine.rows, doors)
 
 
 def main() -> int:

@@ -5,24 +5,30 @@ import secrets
 from dataclasses import dataclass
 
 import aiohttp
+import structlog
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
-from baton_core.effects import LookUp
-from baton_core.errors import Reason, Verdict
+from baton_core.effects import LookUp, RegisterRank
+from baton_core.errors import Overloaded, Reason, Verdict
 from baton_core.events import LookupFailed, RankEndpoint, Resolved
+from baton_core.limits import RegistrarLimits
+from baton_core.ranks import Parallel
 from baton_core.registration import Layout
 from baton_core.registry import RegistryTable
-from baton_core.request import Incarnation
+from baton_core.request import Incarnation, Room
 from baton_io.ipc import RankReady
-from baton_io.registrar import Registrar, RegistrarLimits, Registration
+from baton_io.registrar import Registrar, Registration
 from baton_io.registry_client import url_of
 from baton_io.registry_routes import RegistryFront, RegistryRoutes, health_probe, registry_router
 from baton_worker.app import create_app
-from baton_worker.config import PrefillConfig
+from baton_worker.config import PrefillConfig, follows
 from baton_worker.materials import Materials
+from baton_worker.node_app import run_node
 from baton_worker.serving import Site, listen, monotonic_ms, port_of, serve
 from baton_worker.worker import Worker
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +40,7 @@ class Addresses:
 
 
 class PrefillCompanion:
-    """What a prefill app adds to the common worker."""
+    """What a prefill app adds to the common worker: it is its `Companion` and its `Announcer`."""
 
     def __init__(
         self, config: PrefillConfig, incarnation: Incarnation, addresses: Addresses, session: aiohttp.ClientSession
@@ -57,16 +63,18 @@ class PrefillCompanion:
             return []
         return [f"registry {url}: {status}" for url, status in self._registrar.status().items()]
 
-    async def attend(self, ready: RankReady) -> None:
+    async def attend(self, readies: tuple[RankReady, ...]) -> None:
         """Keep this worker registered; leave the registries at the end."""
-        own = url_of(self._config.local_host, self._addresses.bootstrap_port)
+        port = self._addresses.bootstrap_port
+        own = url_of(self._config.local_host, port)
         registrar = self._registrar = Registrar(
             (own, *self._config.registry),
-            self._registration(ready),
+            self._registration(readies),
             self._session,
             RegistrarLimits(),
             monotonic_ms,
             jitter=random.random,
+            aliases={url_of(self._config.reachable_host, port): own},
         )
         try:
             await registrar.run()
@@ -81,20 +89,43 @@ class PrefillCompanion:
     def forget(self, peers: tuple[Incarnation, ...]) -> None:
         """Nothing is kept about decode workers."""
 
-    def _registration(self, ready: RankReady) -> Registration:
+    def register(self, rooms: tuple[RegisterRank, ...]) -> None:
+        """Tell the registry that each request names, if that is one of ours, else all of ours."""
+        if self._registrar is None:
+            return
+        for one in rooms:
+            registry = url_of(one.bootstrap.host, one.bootstrap.port)
+            try:
+                self._registrar.open_room(one.room, one.dp_rank, registry)
+            except Overloaded as error:
+                log.warning("room.not_registered", rid=one.rid, room=one.room, cause=error.verdict.text)
+
+    def close_room(self, room: Room) -> None:
+        """The room is over."""
+        if self._registrar is not None:
+            self._registrar.close_room(room)
+
+    def unit_lost(self, dp_rank: int) -> None:
+        """Take the ranks of a dead unit out of the registries."""
+        if self._registrar is not None:
+            self._registrar.lose_unit(dp_rank)
+
+    def _registration(self, readies: tuple[RankReady, ...]) -> Registration:
+        config, parallel, first = self._config, self._config.parallel, readies[0]
         return Registration(
             instance=self._incarnation,
             incarnation=self._incarnation,
-            fingerprint=ready.fingerprint,
+            fingerprint=first.fingerprint,
             layout=Layout(
-                attn_tp_size=1,
-                attn_cp_size=1,
-                dp_size=1,
-                pp_size=1,
-                page_size=ready.page_tokens,
-                kv_cache_dtype=ready.kv_dtype,
+                attn_tp_size=parallel.tp,
+                attn_cp_size=parallel.cp,
+                dp_size=parallel.dp,
+                pp_size=parallel.pp,
+                page_size=first.page_tokens,
+                kv_cache_dtype=first.kv_dtype,
+                follow_bootstrap_room=follows(config.load_balance_method, forced=config.force_query_prefill_dp_rank),
             ),
-            ranks=((0, RankEndpoint(host=ready.rank_host, port=ready.rank_port)),),
+            ranks=tuple((parallel.place(ready.rank).dp_rank, _endpoint(parallel, ready)) for ready in readies),
             http_host=self._config.reachable_host,
             http_port=self._addresses.http_port,
             bootstrap_host=self._config.reachable_host,
@@ -104,18 +135,33 @@ class PrefillCompanion:
 
 async def run(config: PrefillConfig, materials: Materials) -> int:
     """Serve until the worker is over; the exit status. Raises OSError when a port cannot be had."""
+    if config.node_rank > 0:
+        return await run_node(config, materials)
     listener, registry_listener = listen(config.host, config.port), listen(config.host, config.bootstrap_port)
     addresses = Addresses(http_port=port_of(listener), bootstrap_port=port_of(registry_listener))
     async with aiohttp.ClientSession() as session:
+        companion = PrefillCompanion(config, materials.incarnation, addresses, session)
         worker = Worker(
             config=config,
             materials=materials,
             own_bootstrap=(config.reachable_host, addresses.bootstrap_port),
-            companion=PrefillCompanion(config, materials.incarnation, addresses, session),
+            companion=companion,
+            announcer=companion,
             clock=monotonic_ms,
         )
         registry = Site(_registry_app(session), registry_listener)
         return await serve(worker, [Site(create_app(worker), listener), registry])
+
+
+def _endpoint(parallel: Parallel, ready: RankReady) -> RankEndpoint:
+    place = parallel.place(ready.rank)
+    return RankEndpoint(
+        host=ready.rank_host,
+        port=ready.rank_port,
+        tp_rank=place.tp_rank,
+        cp_rank=place.cp_rank,
+        pp_rank=place.pp_rank,
+    )
 
 
 def _registry_app(session: aiohttp.ClientSession) -> ASGIApp:

@@ -4,11 +4,13 @@ import sys
 
 from baton_core.prefill.core import PrefillCore
 from baton_engine.rank import Materials, Parts, read_settings_line, run_rank
-from baton_engine.transfer.auto import AutoSender
+from baton_engine.transfer.attempts import AttemptTable
 from baton_engine.transfer.fake import FakeSender
 from baton_engine.transfer.protocol import Sender
-from baton_engine.transfer.shm_sender import ShmSender
-from baton_engine.transfer.tcp_sender import TcpSender
+from baton_engine.transfer.sender import PageSender
+from baton_engine.transfer.shm_way import ShmWay
+from baton_engine.transfer.tcp_way import TcpWay
+from baton_engine.transfer.ways import Way
 from baton_io.config import from_json
 from baton_io.logs import configure_logs
 from baton_prefill.side import PrefillSide
@@ -20,13 +22,18 @@ SHM_PROBE_MS = 2_000
 
 def build(materials: Materials) -> Parts:
     """A prefill core, and a sender over this rank's pool."""
-    settings, engine = materials.settings, materials.engine
+    settings, place = materials.settings, materials.place
     core = PrefillCore(
         limits=settings.limits,
-        pool_pages=engine.pool.pages,
-        page_tokens=engine.pool.shape.page_tokens,
-        context_tokens=engine.context_tokens,
+        pool_pages=materials.pages,
+        context_tokens=materials.engine.context_tokens,
         fingerprint=materials.fingerprint,
+        layout=materials.layout,
+        pp_size=materials.parallel.pp,
+        dp_rank=place.dp_rank,
+        dp_size=materials.parallel.dp,
+        load_balance_method=settings.load_balance_method,
+        force_query_dp_rank=settings.force_query_prefill_dp_rank,
     )
     control_port = materials.links.listen(settings.host)
     return Parts(core=core, side=PrefillSide(_sender(materials)), control_port=control_port)
@@ -34,17 +41,18 @@ def build(materials: Materials) -> Parts:
 
 def _sender(materials: Materials) -> Sender:
     if materials.backend == "fake":
-        return FakeSender(materials.poker)
-    tcp, shm = None, None
-    pool, layout, name, poker = materials.engine.pool, materials.layout, materials.incarnation, materials.poker
+        return FakeSender(materials.layout, materials.poker)
+    ways: list[Way] = []  # the better one first
+    pool, name, poker = materials.engine.pool, materials.incarnation, materials.poker
+    table = AttemptTable(poker)
     timeout_ms = materials.settings.limits.transfer_stall_ms
-    if materials.backend in ("auto", "tcp"):
-        tcp = TcpSender(pool.memory, layout, name, poker, connect_timeout_ms=timeout_ms)
     if materials.backend in ("auto", "shm"):
         # Where tcp could do it too, a decode rank that does not answer is not waited for as long.
-        timeout_ms = min(timeout_ms, SHM_PROBE_MS) if tcp else timeout_ms
-        shm = ShmSender(pool, layout, name, poker, connect_timeout_ms=timeout_ms)
-    return AutoSender(shm=shm, tcp=tcp)
+        probe_ms = min(timeout_ms, SHM_PROBE_MS) if materials.backend == "auto" else timeout_ms
+        ways.append(ShmWay(pool, name, table, poker, connect_timeout_ms=probe_ms))
+    if materials.backend in ("auto", "tcp"):
+        ways.append(TcpWay(pool, name, table, connect_timeout_ms=timeout_ms))
+    return PageSender(table, materials.layout, materials.place.member, ways)
 
 
 def main() -> int:

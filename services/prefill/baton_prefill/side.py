@@ -4,6 +4,7 @@ from typing import assert_never
 
 from baton_core.agreement import MetadataRows, Staging
 from baton_core.effects import Connect, Expect, Offer, Push
+from baton_core.kv_layout import UnitLayout
 from baton_core.limits import Millis
 from baton_core.messages import PageOrder
 from baton_core.request import Incarnation
@@ -23,7 +24,8 @@ class PrefillSide:
         """Offer or push. The other two are decode's; a prefill core never asks for them."""
         match effect:
             case Offer():
-                self.attempts.offer(effect.room, effect.attempt, effect.peer, effect.pages_total)
+                target = UnitLayout.from_text(effect.target)
+                self.attempts.offer(effect.room, effect.attempt, effect.peer, target, effect.prompt_tokens)
             case Push():
                 self.attempts.push(effect)
             case Expect() | Connect():
@@ -36,5 +38,5 @@ class PrefillSide:
         self.attempts.order(peer, order)
 
     def peer_gone(self, peer: Incarnation) -> None:
-        """Keep nothing about a decode worker that is gone."""
+        """Keep nothing about a decode rank that is gone."""
         self.attempts.peer_gone(peer)

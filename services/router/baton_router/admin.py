@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 from baton_core.errors import Reason, Verdict
-from baton_core.routing.workers import Role, Worker
+from baton_core.routing.workers import Role, Worker, in_flight_of
 from baton_router.config import check_url
 from baton_router.directory import Directory
 from baton_router.failures import envelope
@@ -35,19 +35,29 @@ class NewWorker(BaseModel):
 
 
 def shown(directory: Directory, worker: Worker) -> dict[str, Any]:
-    """One worker, for people."""
+    """One worker, for people; its ranks too, where they are targets of their own."""
+    targets, records = directory.targets(worker), directory.records
+    ranks = [
+        {
+            "dp_rank": target.dp_rank,
+            "breaker": records.state(target.key).value,
+            "in_flight": in_flight_of(target, records.loads),
+        }
+        for target in targets
+        if target.dp_rank is not None
+    ]
     return {
         "url": worker.url,
         "role": worker.role.value,
         "state": worker.state.value,
         "reason": worker.reason,
-        "breaker": directory.breaker_state(worker).value,
+        "breaker": records.worst(targets).value,
         "instance": worker.instance,
         "incarnation": worker.incarnation,
         "model": worker.model,
         "dp_size": worker.dp_size,
         "in_flight": directory.in_flight(worker),
-    }
+    } | ({"ranks": ranks} if ranks else {})
 
 
 class Admin:

@@ -5,7 +5,7 @@ neither reads nor validates costs more than the choice of the pair.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -17,12 +17,14 @@ from starlette.exceptions import HTTPException
 
 from baton_core.errors import Reason, Verdict
 from baton_core.limits import Millis
-from baton_core.routing.breaker import BreakerLimits, RetryBudget
+from baton_core.routing.breaker import BreakerLimits, BreakerState, RetryBudget
 from baton_core.routing.fairness import FairQueue
 from baton_core.routing.pair import ByRank, Policies
 from baton_core.routing.policies import PolicyName, make_policy
-from baton_core.routing.workers import Role
+from baton_core.routing.ranks import DpMode
+from baton_core.routing.workers import Role, in_flight_of, load_of
 from baton_router.admin import serving_admin, shown
+from baton_router.calls import RoadSettings
 from baton_router.client import HttpUpstream
 from baton_router.config import RouterConfig, parse_address
 from baton_router.directory import Directory
@@ -37,9 +39,9 @@ from baton_router.exchange import ClientGone, Receive, Refused, Scope, Send, rea
 from baton_router.facts import needs_of
 from baton_router.failures import Failure, envelope, own_failure
 from baton_router.keys import parse_keys
-from baton_router.metrics import RouterMetrics
+from baton_router.metrics import RouterMetrics, TargetFigures
 from baton_router.probe import Prober
-from baton_router.road import DpMode, Road, RoadSettings
+from baton_router.road import Road
 from baton_router.upstream import Upstream, UpstreamError, read_all
 
 GENERATING_ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
@@ -110,6 +112,8 @@ class Control:
                 "prefill_policy": self._config.prefill_policy,
                 "decode_policy": self._config.decode_policy,
                 "retries": self._config.retries,
+                "migrations": self._config.migrations,
+                "dp_mode": self._config.dp_mode,
                 "workers": [shown(self._directory, worker) for worker in self._directory.all()],
             }
         )
@@ -207,22 +211,42 @@ def _directory(config: RouterConfig, upstream: Upstream, metrics: RouterMetrics)
     prober = Prober(
         upstream,
         timeout_ms=config.connect_timeout_ms,
-        registry_known=config.registry is not None,
+        registry=None if config.registry is None else parse_address(config.registry),
         wants_loads=config.poll_loads,
+        wants_topology=config.dp_mode == "auto",
     )
     by_rank = config.dp_mode != "off"
     directory = Directory(
         prober=prober,
         interval_ms=config.probe_interval_ms,
+        silence_ms=config.worker_silence_ms,
         breaker_limits=BreakerLimits(failures_max=config.breaker_failures_max, open_ms=config.breaker_open_ms),
-        # Under follow the room is prefill's rank; decode's workers place it among their ranks themselves.
-        by_rank=ByRank(prefill=by_rank, decode=by_rank and config.dp_mode != "follow"),
+        by_rank=ByRank(prefill=by_rank, decode=by_rank),
         on_change=metrics.count_workers,
     )
     named = [(Role.PREFILL, url) for url in config.prefill] + [(Role.DECODE, url) for url in config.decode]
     directory.name("configuration", named)
-    metrics.open_breakers_from(lambda: len(directory.blocked()))
+    metrics.open_breakers_from(lambda: len(directory.records.blocked()))
+    metrics.targets_from(partial(target_figures, directory))
     return directory
+
+
+def target_figures(directory: Directory) -> Iterator[TargetFigures]:
+    """What a scrape shows of each target."""
+    records = directory.records
+    for worker in directory.all():
+        for target in directory.targets(worker):
+            record = records.of(target.key)
+            yield TargetFigures(
+                role=worker.role.value,
+                worker=worker.url,
+                dp_rank="" if target.dp_rank is None else str(target.dp_rank),
+                in_flight=in_flight_of(target, records.loads),
+                load=load_of(target, records.loads),
+                is_open=records.state(target.key) is BreakerState.OPEN,
+                served=record.served,
+                failed=record.failed,
+            )
 
 
 def _road(
@@ -235,6 +259,7 @@ def _road(
     settings = RoadSettings(
         limits=config.limits,
         retries=config.retries,
+        migrations=config.migrations,
         registry=None if config.registry is None else parse_address(config.registry),
         dp_mode=DpMode(config.dp_mode),
         is_degrading=config.degrade,

@@ -10,6 +10,7 @@ from baton_io.config import option
 POSITIVE = (
     "connect_timeout_ms",
     "probe_interval_ms",
+    "worker_silence_ms",
     "discovery_interval_ms",
     "kubernetes_resync_ms",
     "breaker_failures_max",
@@ -19,6 +20,7 @@ POSITIVE = (
 )
 HIGHEST = {
     "retries": 10,
+    "migrations": 10,
     "retries_per_request": 10,
     "retries_burst": 1_000_000,
     "queue_max": 1_000_000,
@@ -58,14 +60,18 @@ class RouterConfig:
         "round_robin", "random", "power_of_two", "least_load", "cache_aware", "consistent_hash", "session"
     ] = option("round_robin", "how a decode worker is chosen")
     poll_loads: bool = option(True, "ask workers for /v1/loads with every probe; used by policies that weigh load")
-    dp_mode: Literal["off", "follow", "inject", "register"] = option(
-        "off", "how a chosen data-parallel rank reaches the workers; off: they choose themselves"
+    dp_mode: Literal["auto", "off", "follow", "inject", "register"] = option(
+        "auto",
+        "how a chosen data-parallel rank reaches the workers; auto: as prefill announces; off: they choose themselves",
     )
     degrade: bool = option(False, "without a usable prefill worker decode workers serve alone")
     local_prompt_tokens: int = option(0, "prompts estimated to be shorter stay on decode; 0: none")
     retries: int = option(2, "further pairs tried after a worker refused, was lost or was busy; only before any output")
-    retries_per_request: float = option(0.2, "retries that every request adds to the budget of all")
-    retries_burst: int = option(32, "retries that the budget holds at most, and at first")
+    retries_per_request: float = option(0.2, "retries and migrations that every request adds to the budget of all")
+    retries_burst: int = option(256, "retries and migrations that the budget holds at most, and at first")
+    migrations: int = option(
+        3, "further pairs tried for a stream that had begun when its decode worker was lost; 0: it ends with an error"
+    )
     breaker_failures_max: int = option(5, "failures in a row by a worker's own fault that open its breaker")
     breaker_open_ms: int = option(5_000, "how long an open breaker keeps requests away before one is tried")
     concurrent_max: int = option(4_096, "requests under way; further ones wait in the queue")
@@ -77,6 +83,9 @@ class RouterConfig:
     admin_port: int | None = option(None, "port of the admin routes; none: there are none")
     connect_timeout_ms: int = option(1_000, "connecting to a worker, and any one probe of it")
     probe_interval_ms: int = option(1_000, "between two probes of a worker")
+    worker_silence_ms: int = option(
+        10_000, "a worker that answers no probe and sends nothing for so long is lost to the requests it has"
+    )
     log_format: Literal["console", "json"] = option("console", "how log lines look")
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "least severe log lines shown")
     limits: Limits = field(default_factory=Limits)

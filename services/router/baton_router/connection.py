@@ -35,6 +35,7 @@ class Connection(asyncio.Protocol):
         self._reply: Reply | None = None
         self._head_bytes = 0
         self._fault = ""
+        self._loop = asyncio.get_running_loop()
         self.idle_since_s = 0.0
 
     # -- asyncio's calls
@@ -47,6 +48,7 @@ class Connection(asyncio.Protocol):
         """See asyncio.Protocol."""
         if self._reply is None:
             return self.close()  # nobody asked
+        self._reply.heard_s = self._loop.time()
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -155,6 +157,7 @@ class Reply:
     def __init__(self, connection: Connection) -> None:
         self.status = 0
         self.headers: dict[str, str] = {}
+        self.heard_s = 0.0  # when the worker last sent something; 0: it has not
         self._connection = connection
         self._chunks: list[bytes] = []
         self._held_bytes = 0
@@ -210,6 +213,13 @@ class Reply:
         if not self._is_complete and self._error is None:
             self._error, self._is_held_back = UpstreamLost("the call was cancelled"), False
             self._connection.drop(self)
+
+    def abandon(self, text: str) -> None:
+        """See Answer."""
+        if not self._is_complete and self._error is None:
+            self._error, self._is_held_back = UpstreamLost(text), False
+            self._connection.drop(self)
+            self._wake()
 
     async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()

@@ -4,28 +4,45 @@ Every worker is probed by a task of its own, so that one that never answers dela
 once when it says so or when nothing listens there, after three unanswered probes otherwise: a busy worker may miss
 one. It turns ready with the next good probe; a new incarnation is taken over with it.
 
+A worker that answers no probe for `silence_ms` may be frozen, or cut off without a word: what of its legs has heard
+nothing for as long is given up, so that it can go on elsewhere. One that still streams is only busy.
+
 A worker that discovery no longer names gets nothing new and is forgotten when its last leg has ended.
 """
 
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import structlog
 
 from baton_core.limits import Millis
-from baton_core.routing.breaker import Breaker, BreakerLimits, BreakerState
+from baton_core.routing.breaker import BreakerLimits
 from baton_core.routing.pair import ByRank, Fleet
-from baton_core.routing.workers import Load, Role, Target, Worker, WorkerState
+from baton_core.routing.workers import Role, Target, Worker, WorkerState, targets_of
 from baton_router.probe import Missed, Prober, RankLoad
+from baton_router.records import Records
 
 MISSED_PROBES_MAX = 3
 EAGER_INTERVAL_MS: Millis = 100
 EAGER_PROBES = 600
 """Probes at the eager interval before a worker's first readiness: a minute, then it is probed like any other."""
-NOBODY: frozenset[str] = frozenset()
 
 log = structlog.get_logger()
+
+
+class LiveLeg(Protocol):
+    """A call to a worker that has not ended."""
+
+    @property
+    def heard_s(self) -> float:
+        """When something last came from the worker, or the call began."""
+        ...
+
+    def give_up(self, text: str) -> None:
+        """Its worker is lost."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,11 +50,9 @@ class _Entry:
     """What the directory keeps of one worker."""
 
     view: Worker
-    breaker: Breaker
     sources: set[str] = field(default_factory=set)  # of discovery, that name it
     is_held: bool = False  # an operator drains it
-    legs: int = 0
-    has_failed: bool = False  # since it last did well
+    legs: set[LiveLeg] = field(default_factory=set)
     poke: asyncio.Event = field(default_factory=asyncio.Event)
     watcher: "asyncio.Task[None] | None" = None
 
@@ -64,19 +79,19 @@ class Directory:
         *,
         prober: Prober,
         interval_ms: Millis,
+        silence_ms: Millis,
         breaker_limits: BreakerLimits,
         by_rank: ByRank,
         on_change: Callable[[tuple[Worker, ...]], None],
     ) -> None:
         self._prober = prober
         self._interval_ms = interval_ms
-        self._breaker_limits = breaker_limits
+        self._silence_ms = silence_ms
         self._by_rank = by_rank
         self._on_change = on_change
         self._entries: dict[tuple[Role, str], _Entry] = {}
         self._group: asyncio.TaskGroup | None = None
-        self._suspects: dict[str, Breaker] = {}  # url → a breaker that may be open
-        self.loads: dict[str, Load] = {}
+        self.records = Records(breaker_limits)
         self.fleet = Fleet((), ())
         self._changed()
 
@@ -90,67 +105,48 @@ class Directory:
         """Every known worker, prefill first."""
         return self.fleet.prefills + self.fleet.decodes
 
-    def blocked(self) -> frozenset[str]:
-        """The urls whose breaker lets nothing through now."""
-        if not self._suspects:
-            return NOBODY
-        now = _now_ms()
-        return frozenset(url for url, breaker in self._suspects.items() if not breaker.admits(now))
-
-    def breaker_state(self, worker: Worker) -> BreakerState:
-        """For operators."""
-        return self._entries[worker.role, worker.url].breaker.state(_now_ms())
+    def targets(self, worker: Worker) -> tuple[Target, ...]:
+        """What of a worker is chosen: itself, or each of its ranks."""
+        return targets_of(
+            worker, by_rank=self._by_rank.prefill if worker.role is Role.PREFILL else self._by_rank.decode
+        )
 
     def in_flight(self, worker: Worker) -> int:
         """Legs of this router there."""
         entry = self._entries.get((worker.role, worker.url))
-        return 0 if entry is None else entry.legs
+        return 0 if entry is None else len(entry.legs)
 
     # -- what legs report
 
-    def began(self, target: Target) -> None:
+    def began(self, target: Target, leg: LiveLeg) -> None:
         """One more leg of ours runs there; each call is matched by one `ended`."""
-        load = self.loads.get(target.key)
-        if load is None:
-            load = self.loads[target.key] = Load()
-        load.in_flight += 1
+        self.records.began(target.key)
         entry = self._entries.get((target.worker.role, target.worker.url))
         if entry is not None:
-            entry.legs += 1
-            if target.worker.url in self._suspects:
-                entry.breaker.sent(_now_ms())
+            entry.legs.add(leg)
 
-    def ended(self, target: Target) -> None:
+    def ended(self, target: Target, leg: LiveLeg) -> None:
         """A leg of ours ended there, however it ended."""
-        load = self.loads[target.key]
+        load = self.records.loads[target.key]
         load.in_flight -= 1
         entry = self._entries.get((target.worker.role, target.worker.url))
         if entry is not None:
-            entry.legs -= 1
+            entry.legs.discard(leg)
             if entry.is_leaving and not entry.legs:
                 self._drop(target.worker.role, target.worker.url)
         if entry is None and not load.in_flight:
-            del self.loads[target.key]
+            del self.records.loads[target.key]
 
-    def served(self, worker: Worker) -> None:
+    def served(self, target: Target) -> None:
         """A leg did well there."""
-        entry = self._entries.get((worker.role, worker.url))
-        if entry is not None and entry.has_failed:
-            self._clear(entry)
+        if (target.worker.role, target.worker.url) in self._entries:
+            self.records.served(target.key)
 
-    def failed(self, worker: Worker) -> None:
-        """A leg failed there by the worker's own fault."""
-        entry = self._entries.get((worker.role, worker.url))
-        if entry is None:
-            return
-        now = _now_ms()
-        before = entry.breaker.state(now)
-        entry.breaker.failed(now)
-        entry.has_failed = True
-        if entry.breaker.state(now) is BreakerState.OPEN:
-            self._suspects[worker.url] = entry.breaker
-        if entry.breaker.state(now) is not before:
-            log.warning("router.breaker_opened", worker=worker.url, worker_role=worker.role.value)
+    def failed(self, target: Target) -> None:
+        """A leg failed there by its own fault."""
+        worker = target.worker
+        if (worker.role, worker.url) in self._entries and self.records.failed(target.key):
+            log.warning("router.breaker_opened", target=target.key, worker_role=worker.role.value)
 
     def refused(self, worker: Worker, text: str) -> None:
         """A request found nobody at the address of this life of the worker: it is unready until probed."""
@@ -211,18 +207,16 @@ class Directory:
     def _add(self, source: str, role: Role, url: str) -> None:
         entry = self._entries.get((role, url))
         if entry is None:
-            entry = _Entry(view=Worker(url=url, role=role), breaker=Breaker(self._breaker_limits))
+            entry = _Entry(view=Worker(url=url, role=role))
             self._entries[role, url] = entry
             self._start_watching(role, url, entry)
         entry.sources.add(source)
 
     def _drop(self, role: Role, url: str) -> None:
         entry = self._entries.pop((role, url))
-        self._suspects.pop(url, None)
+        self.records.forget(url)
         if entry.watcher is not None:
             entry.watcher.cancel()
-        for key in [key for key, load in self.loads.items() if _url_of(key) == url and not load.in_flight]:
-            del self.loads[key]
         self._changed()
 
     # -- probes
@@ -242,6 +236,8 @@ class Directory:
     async def _watch_one(self, entry: _Entry) -> None:
         probes = misses = 0
         was_ready = False
+        loop = asyncio.get_running_loop()
+        answered_s = loop.time()
         while True:
             # Cleared first: a doubt that comes up while the probe is out deserves another one.
             entry.poke.clear()
@@ -249,14 +245,28 @@ class Directory:
             probes, misses = probes + 1, misses + 1 if isinstance(seen, Missed) else 0
             # The view is read only now: a request may have found the worker gone while the probe was out.
             if not isinstance(seen, Missed):
+                answered_s = loop.time()
                 self._take(entry, seen.worker)
                 self._note(seen.worker, seen.loads)
             elif seen.refused or misses >= MISSED_PROBES_MAX or not entry.view.usable:
                 self._take(entry, replace(entry.view, state=WorkerState.UNREADY, reason=seen.text))
+            if isinstance(seen, Missed):
+                self._give_up_silent(entry, answered_s, loop.time() - self._silence_ms / 1000)
             was_ready = was_ready or entry.view.usable
             # A worker in doubt is asked again soon: three silent probes take their own time, not three intervals more.
             eager = 0 < misses < MISSED_PROBES_MAX or (not was_ready and probes < EAGER_PROBES)
             await _pause(entry.poke, EAGER_INTERVAL_MS if eager else self._interval_ms)
+
+    def _give_up_silent(self, entry: _Entry, answered_s: float, since_s: float) -> None:
+        """No probe was answered since `answered_s`: legs that heard nothing since `since_s` have lost their worker."""
+        if answered_s > since_s:
+            return
+        silent = [leg for leg in entry.legs if leg.heard_s < since_s]
+        if not silent:
+            return
+        log.warning("router.worker_silent", worker=entry.view.url, worker_role=entry.view.role.value, legs=len(silent))
+        for leg in silent:
+            leg.give_up(f"it has sent nothing and answered no probe for {self._silence_ms} ms")
 
     def _note(self, worker: Worker, ranks: list[RankLoad]) -> None:
         """Take what the worker says about its load, for itself and for each of its ranks."""
@@ -264,11 +274,11 @@ class Directory:
             return
         free = [rank.kv_tokens_free for rank in ranks]
         known = [tokens for tokens in free if tokens is not None]
-        whole = self.loads.setdefault(worker.url, Load())
+        whole = self.records.load(worker.url)
         whole.report(requests=sum(rank.requests for rank in ranks), kv_tokens_free=max(known) if known else None)
         if worker.dp_size > 1:
             for rank, tokens in zip(ranks, free, strict=True):
-                load = self.loads.setdefault(f"{worker.url}@{rank.dp_rank}", Load())
+                load = self.records.load(f"{worker.url}@{rank.dp_rank}")
                 load.report(requests=rank.requests, kv_tokens_free=tokens)
 
     def _take(self, entry: _Entry, after: Worker) -> None:
@@ -276,7 +286,7 @@ class Directory:
         if before == after:
             return
         if before.incarnation != after.incarnation:
-            self._clear(entry)  # a new life starts without the old one's record
+            self.records.forgive(after.url)
         self._changed()
         if (before.state, before.reason, before.incarnation) == (after.state, after.reason, after.incarnation):
             return
@@ -289,26 +299,12 @@ class Directory:
             incarnation=after.incarnation,
         )
 
-    def _clear(self, entry: _Entry) -> None:
-        entry.breaker.succeeded()
-        entry.has_failed = False
-        self._suspects.pop(entry.view.url, None)
-
     def _changed(self) -> None:
         shown: dict[Role, list[Worker]] = {Role.PREFILL: [], Role.DECODE: []}
         for (role, _), entry in self._entries.items():
             shown[role].append(entry.shown)
         self.fleet = Fleet(shown[Role.PREFILL], shown[Role.DECODE], self._by_rank)
         self._on_change(self.all())
-
-
-def _url_of(key: str) -> str:
-    url, mark, rank = key.rpartition("@")
-    return url if mark and rank.isdigit() else key
-
-
-def _now_ms() -> Millis:
-    return int(asyncio.get_running_loop().time() * 1000)
 
 
 async def _pause(poke: asyncio.Event, interval_ms: Millis) -> None:

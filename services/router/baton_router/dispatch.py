@@ -31,7 +31,8 @@ from baton_router.failures import CLIENT_GONE_STATUS, Failure, own_failure
 from baton_router.fanout import serve_parts
 from baton_router.metrics import RouterMetrics
 from baton_router.parts import split
-from baton_router.road import Road, Trip
+from baton_router.road import Road
+from baton_router.trip import Trip
 
 log = structlog.get_logger()
 

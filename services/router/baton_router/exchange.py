@@ -3,7 +3,6 @@
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 from uuid import uuid4
@@ -12,6 +11,7 @@ import msgspec
 
 from baton_core.limits import Millis
 from baton_core.request import Bootstrap
+from baton_core.routing.ranks import UNTOLD, Ranks
 from baton_router.failures import Failure, Rejection, refusal
 from baton_router.upstream import Answer
 
@@ -32,6 +32,7 @@ ROUTER_FIELDS = (
     "routed_dp_rank",
     "data_parallel_rank",  # SGLang's old name of routed_dp_rank
     "disagg_prefill_dp_rank",
+    "baton_continuation",
 )
 """Fields that only the router may set: what a client says there is dropped."""
 
@@ -85,15 +86,9 @@ def parse_fields(body: bytes) -> Fields:
         raise Refused(Rejection.INVALID_REQUEST, f"the request body must be a JSON object: {error}") from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
-    """What a leg is told about data-parallel ranks: its own, and for decode that of prefill."""
-
-    routed: int | None = None
-    prefill: int | None = None
-
-
-def body_for_workers(fields: Fields, bootstrap: Bootstrap | None, ranks: Ranks | None = None) -> bytes:
+def body_for_workers(
+    fields: Fields, bootstrap: Bootstrap | None, ranks: Ranks = UNTOLD, continuation: msgspec.Raw | None = None
+) -> bytes:
     """The body that a leg gets: the client's fields, the router's own in place of any a client may have sent."""
     sent: dict[str, object] = dict(fields)
     for name in ROUTER_FIELDS:
@@ -104,10 +99,12 @@ def body_for_workers(fields: Fields, bootstrap: Bootstrap | None, ranks: Ranks |
         sent["bootstrap_room"] = bootstrap.room
         if bootstrap.instance is not None:
             sent["bootstrap_instance"] = bootstrap.instance
-    if ranks is not None and ranks.routed is not None:
+    if ranks.routed is not None:
         sent["routed_dp_rank"] = ranks.routed
-    if ranks is not None and ranks.prefill is not None:
+    if ranks.prefill is not None:
         sent["disagg_prefill_dp_rank"] = ranks.prefill
+    if continuation is not None:
+        sent["baton_continuation"] = continuation
     return msgspec.json.encode(sent)
 
 

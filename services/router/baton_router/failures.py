@@ -20,12 +20,13 @@ BUSY_STATUS = 503
 
 
 class FailureKind(Enum):
-    """What happened to a leg, as far as a retry cares. The values are the labels of `baton_router_retries_total`."""
+    """What happened to a leg, as far as a retry cares. The values are labels of the counts of retries and migrations."""
 
     REFUSED = "refused"  # no connection: nothing was sent
     LOST = "lost"  # the connection ended before the first byte of an answer
     BUSY = "busy"  # 503: the worker is full, draining or starting
     ANSWERED = "answered"  # any other status: trying again changes nothing
+    BROKE = "broke"  # the worker ended an answer that had begun, in words
     OWN = "own"  # the router's own verdict on the whole request
 
 
@@ -42,6 +43,10 @@ class Rejection(Enum):
 
 DOOR_STATUS = {Rejection.UNAUTHORIZED: 401, Rejection.QUOTA: 429, Rejection.QUEUE_FULL: 503}
 RETRYABLE = frozenset({FailureKind.REFUSED, FailureKind.LOST, FailureKind.BUSY})
+MOVABLE = RETRYABLE | {FailureKind.BROKE}
+"""After which an answer that had begun may be continued by another pair."""
+MOVABLE_STATUSES = frozenset({500, 502, 503})
+"""Of those that a worker gives in words: it, or what it needs, is at fault; neither the request nor its time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +71,17 @@ class Failure:
     def is_root_cause(self) -> bool:
         """Whether no other leg's failure could explain this one better: the request itself is wrong."""
         return 400 <= self.status < 500 and not self.is_echo
+
+    @property
+    def is_movable(self) -> bool:
+        """Whether another pair may continue an answer that had begun and ended so."""
+        return self.kind in RETRYABLE or (self.kind is FailureKind.BROKE and self.status in MOVABLE_STATUSES)
+
+    def because(self, obstacle: str) -> "Failure":
+        """This failure, saying also why nothing came to its help; a worker's own words stay its own."""
+        if self.kind not in (FailureKind.REFUSED, FailureKind.LOST):
+            return self
+        return leg_failure(self.kind, f"{self.text}; {obstacle}", self.url)
 
     def as_event(self) -> bytes:
         """This failure as one server-sent event with valid JSON, for a stream that had begun."""

@@ -11,7 +11,8 @@ from baton_core.routing.policies import Ask
 from baton_router.exchange import EVENT_STREAM, Exchange, Fields, Message
 from baton_router.failures import Failure, FailureKind, leg_failure
 from baton_router.parts import EventJoiner, Parts, join, part_id
-from baton_router.road import Road, Trip
+from baton_router.road import Road
+from baton_router.trip import Trip
 from baton_router.upstream import UpstreamLost
 
 ANSWERS_BYTES_MAX = 256 << 20
@@ -21,6 +22,7 @@ class _Head:
     """The head of the joint answer, as an `Answer` without a body."""
 
     is_over = True
+    heard_s = 0.0
 
     def __init__(self, content_type: str) -> None:
         self.status = 200
@@ -31,6 +33,9 @@ class _Head:
         return b""
 
     def cancel(self) -> None:
+        """See Answer."""
+
+    def abandon(self, text: str) -> None:
         """See Answer."""
 
 

@@ -75,7 +75,9 @@ class Leg(Generic[T]):
         self._directory = directory
         self._answer: Answer | None = None
         self._ended = False
-        directory.began(target)
+        self._began_s = asyncio.get_running_loop().time()
+        self._given_up = ""
+        directory.began(target, self)
         self.task = asyncio.create_task(self._run(call, body, consume))
 
     async def _run(self, call: Call, body: bytes, consume: Callable[[Answer], Awaitable[T]]) -> T | Failure:
@@ -89,6 +91,23 @@ class Leg(Generic[T]):
             return leg_failure(FailureKind.REFUSED, _blame(worker, error), worker.url)
         except UpstreamLost as error:
             return leg_failure(FailureKind.LOST, _blame(worker, error), worker.url)
+        except asyncio.CancelledError:
+            if not self._given_up:
+                raise
+            return leg_failure(FailureKind.LOST, f"{_named(worker)}: {self._given_up}", worker.url)
+
+    @property
+    def heard_s(self) -> float:
+        """See LiveLeg."""
+        return self._began_s if self._answer is None else self._answer.heard_s
+
+    def give_up(self, text: str) -> None:
+        """See LiveLeg. Before the answer's head only the task waits, after it a reader, in it or elsewhere."""
+        if self._answer is not None:
+            self._answer.abandon(text)
+        elif not self._ended:
+            self._given_up = text
+            self.task.cancel()
 
     def end(self) -> None:
         """Close the call unless its answer was read to the end. Harmless when repeated."""
@@ -98,7 +117,7 @@ class Leg(Generic[T]):
         self.task.cancel()
         if self._answer is not None:
             self._answer.cancel()
-        self._directory.ended(self.target)
+        self._directory.ended(self.target, self)
 
     def end_when_done(self) -> None:
         """End by itself as soon as there is nothing more to read."""

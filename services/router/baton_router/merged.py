@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from baton_router.exchange import EVENT_STREAM, PASSED_HEADERS, EventTail
+from baton_router.journal import TOKEN_IDS_HEADER
 from baton_router.legs import FirstBytes
 from baton_router.merging import Scores, merge, merge_events
 from baton_router.upstream import Answer, read_all
@@ -34,9 +35,18 @@ class _MergedWhole:
         """See Answer."""
         return b""
 
+    @property
+    def heard_s(self) -> float:
+        """See Answer."""
+        return self._answer.heard_s
+
     def cancel(self) -> None:
         """See Answer."""
         self._answer.cancel()
+
+    def abandon(self, text: str) -> None:
+        """See Answer."""
+        self._answer.abandon(text)
 
 
 class _MergedStream:
@@ -62,12 +72,21 @@ class _MergedStream:
                 return merge_events(whole, self._scores)
         return b""
 
+    @property
+    def heard_s(self) -> float:
+        """See Answer."""
+        return self._answer.heard_s
+
     def cancel(self) -> None:
         """See Answer."""
         self._answer.cancel()
 
+    def abandon(self, text: str) -> None:
+        """See Answer."""
+        self._answer.abandon(text)
+
 
 def _headers(answer: Answer) -> dict[str, str]:
-    """What is passed on of the head; the length is not that of the merged body."""
-    names = (name for name in PASSED_HEADERS if name != "content-length")
+    """What is passed on of the head, or still needed; the length is not that of the merged body."""
+    names = (name for name in (*PASSED_HEADERS, TOKEN_IDS_HEADER) if name != "content-length")
     return {name: value for name in names if (value := answer.headers.get(name)) is not None}

@@ -1,16 +1,68 @@
 """The router's metrics. Every label is a bounded set; every closed set is present from the first scrape, at zero."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from baton_core.routing.workers import Role, Worker, WorkerState
-from baton_router.failures import RETRYABLE, FailureKind, Rejection
+from baton_router.failures import MOVABLE, RETRYABLE, FailureKind, Rejection
 
 STATUSES = frozenset({200, 400, 401, 403, 404, 409, 413, 415, 422, 429, 499, 500, 502, 503, 504})
 """Statuses with a series of their own; what else a worker may answer counts as `other`."""
 
 TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetFigures:
+    """One target at the time of a scrape; `dp_rank` is empty where a worker is chosen as a whole."""
+
+    role: str
+    worker: str
+    dp_rank: str
+    in_flight: int
+    load: int
+    is_open: bool
+    served: int
+    failed: int
+
+
+class _Targets(Collector):
+    """Load, breaker and legs of each (worker, DP rank), read when scraped: a request pays nothing for them."""
+
+    def __init__(self, figures: Callable[[], Iterable[TargetFigures]]) -> None:
+        self._figures = figures
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: there is no target yet when this is registered."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """The series of every known target."""
+        names = ("role", "worker", "dp_rank")
+        legs = CounterMetricFamily(
+            "baton_router_target_legs",
+            "Legs that ended well, or by the target's own fault",
+            labels=(*names, "outcome"),
+        )
+        inflight = GaugeMetricFamily(
+            "baton_router_target_inflight_requests", "Legs of this router at a target", labels=names
+        )
+        load = GaugeMetricFamily(
+            "baton_router_target_load_requests", "Requests at a target, those of other routers too", labels=names
+        )
+        breaker = GaugeMetricFamily("baton_router_target_breaker_open", "1: the breaker is open", labels=names)
+        for one in self._figures():
+            labels = (one.role, one.worker, one.dp_rank)
+            legs.add_metric((*labels, "served"), one.served)
+            legs.add_metric((*labels, "failed"), one.failed)
+            inflight.add_metric(labels, one.in_flight)
+            load.add_metric(labels, one.load)
+            breaker.add_metric(labels, one.is_open)
+        return legs, inflight, load, breaker
 
 
 class RouterMetrics:
@@ -26,6 +78,12 @@ class RouterMetrics:
             registry=registry,
         )
         self._retries = Counter("baton_router_retries", "Further pairs tried, by why", ("reason",), registry=registry)
+        self._migrations = Counter(
+            "baton_router_migrations",
+            "Further pairs tried for an answer that had begun, by why",
+            ("reason",),
+            registry=registry,
+        )
         self._rejections = Counter(
             "baton_router_admission_rejections", "Requests refused by the router itself", ("reason",), registry=registry
         )
@@ -33,7 +91,7 @@ class RouterMetrics:
             "baton_router_degraded", "Choices of a decode worker alone for want of a prefill worker", registry=registry
         )
         self._open_breakers = Gauge(
-            "baton_router_open_breakers", "Workers whose breaker lets nothing through now", registry=registry
+            "baton_router_open_breakers", "Targets whose breaker lets nothing through now", registry=registry
         )
         self.queued = Gauge("baton_router_queue_requests", "Requests waiting to be let in", registry=registry)
         self._broken_streams = Counter(
@@ -60,6 +118,9 @@ class RouterMetrics:
         for kind in FailureKind:
             if kind in RETRYABLE:
                 self._retries.labels(kind.value)
+        for kind in FailureKind:
+            if kind in MOVABLE:
+                self._migrations.labels(kind.value)
         for rejection in Rejection:
             self._rejections.labels(rejection.value)
         self.count_workers(())
@@ -84,6 +145,14 @@ class RouterMetrics:
     def open_breakers_from(self, count: Callable[[], float]) -> None:
         """Where a scrape learns how many breakers are open."""
         self._open_breakers.set_function(count)
+
+    def targets_from(self, figures: Callable[[], Iterable[TargetFigures]]) -> None:
+        """Where a scrape learns about each target."""
+        self._registry.register(_Targets(figures))
+
+    def migrated(self, kind: FailureKind) -> None:
+        """Another pair is tried for an answer that had begun."""
+        self._migrations.labels(kind.value).inc()
 
     def degraded(self) -> None:
         """A decode worker serves alone, since no prefill worker can."""

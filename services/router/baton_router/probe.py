@@ -2,7 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass, replace
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import msgspec
 
@@ -12,6 +12,9 @@ from baton_router.config import bracketed
 from baton_router.upstream import Upstream, UpstreamError, UpstreamRefused
 
 WILDCARD_HOSTS = ("", "0.0.0.0", "::", "[::]")
+TOPOLOGY = "/route?prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
+FOLLOWING = ("follow_bootstrap_room", "auto")
+"""Values of SGLang's `load_balance_method` that mean room mod dp_size, on a prefill worker."""
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
@@ -26,9 +29,18 @@ class ServerInfo(msgspec.Struct, frozen=True):
     bootstrap_port: int | None = None
     disaggregation_bootstrap_port: int | None = None  # SGLang's name
     dp_size: int | None = None
+    follow_bootstrap_room: bool | None = None
+    load_balance_method: str | None = None  # SGLang's name
     context_tokens: int | None = None
     model: str | None = None
     served_model_name: str | None = None  # SGLang's name
+
+
+class Topology(msgspec.Struct, frozen=True):
+    """What a registry says about a prefill worker as a whole."""
+
+    follow_bootstrap_room: bool | None = None
+    dp_size: int | None = None
 
 
 class Readiness(msgspec.Struct, frozen=True):
@@ -81,13 +93,25 @@ class Seen:
 
 
 class Prober:
-    """Asks workers. `registry_known`: both legs meet there, a prefill worker's own bootstrap port is not needed."""
+    """Asks workers. With a `registry` both legs meet there, and a prefill worker's own bootstrap port is not needed.
 
-    def __init__(self, upstream: Upstream, *, timeout_ms: Millis, registry_known: bool, wants_loads: bool) -> None:
+    `wants_topology`: ask the registry whether a prefill worker of several ranks follows the room, if it does not say.
+    """
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        *,
+        timeout_ms: Millis,
+        registry: tuple[str, int] | None,
+        wants_loads: bool,
+        wants_topology: bool,
+    ) -> None:
         self._upstream = upstream
         self._timeout_ms = timeout_ms
-        self._registry_known = registry_known
+        self._registry = registry
         self._wants_loads = wants_loads
+        self._wants_topology = wants_topology
 
     async def look(self, before: Worker) -> Seen | Missed:
         """The worker as it is now; `before` is what it was."""
@@ -107,7 +131,7 @@ class Prober:
             return Seen(worker=_unready(before, ready_status, _readiness(ready_body), info), loads=loads)
         if info is None:
             return Missed(text=f"/server_info answers {info_status}", refused=False)
-        worker = _described(before.role, url, info)
+        worker = await self._with_topology(_described(before.role, url, info), before, is_sized=bool(info.dp_size))
         obstacle = self._obstacle(worker, info)
         state = WorkerState.READY if obstacle is None else WorkerState.UNREADY
         return Seen(worker=replace(worker, state=state, reason=obstacle or ""), loads=loads)
@@ -122,11 +146,31 @@ class Prober:
         except (UpstreamError, msgspec.MsgspecError, UnicodeDecodeError):
             return []
 
+    async def _with_topology(self, worker: Worker, before: Worker, *, is_sized: bool) -> Worker:
+        """The worker with what only its registry tells: how it places rooms, and its size where it gives none itself."""
+        is_told = worker.follows_room is not None or (is_sized and worker.dp_size == 1)
+        if not self._wants_topology or worker.role is not Role.PREFILL or is_told:
+            return worker
+        if before.follows_room is not None and before.usable and before.incarnation == worker.incarnation:
+            dp_size = worker.dp_size if is_sized else before.dp_size
+            return replace(worker, follows_room=before.follows_room, dp_size=dp_size)
+        host, port = self._registry or (worker.bootstrap_host, worker.bootstrap_port)
+        instance = f"&instance={quote(worker.instance)}" if self._registry is not None and worker.instance else ""
+        if not port:
+            return worker
+        try:
+            status, body = await self._upstream.get(f"http://{host}:{port}{TOPOLOGY}{instance}", self._timeout_ms)
+            told = msgspec.json.decode(body, type=Topology) if status == 200 else Topology()
+        except (UpstreamError, msgspec.MsgspecError, UnicodeDecodeError):
+            return worker  # asked again with the next probe
+        dp_size = worker.dp_size if is_sized else max(1, told.dp_size or 1)
+        return replace(worker, follows_room=told.follow_bootstrap_room, dp_size=dp_size)
+
     def _obstacle(self, worker: Worker, info: ServerInfo) -> str | None:
         """Why a worker that calls itself ready is of no use here: its address may have changed hands."""
         if info.role is not None and info.role != worker.role.value:
             return f"it is a {info.role} worker, listed as {worker.role.value}"
-        if worker.role is Role.PREFILL and not worker.bootstrap_port and not self._registry_known:
+        if worker.role is Role.PREFILL and not worker.bootstrap_port and self._registry is None:
             return "it publishes no bootstrap_port, and no registry is configured"
         return None
 
@@ -150,9 +194,16 @@ def _described(role: Role, url: str, info: ServerInfo) -> Worker:
         bootstrap_host=bracketed(urlsplit(url).hostname or "") if host in WILDCARD_HOSTS else host,
         bootstrap_port=info.bootstrap_port or info.disaggregation_bootstrap_port or 0,
         dp_size=max(1, info.dp_size or 1),
+        follows_room=_follows(info),
         context_tokens=info.context_tokens or 0,
         model=info.model or info.served_model_name or "",
     )
+
+
+def _follows(info: ServerInfo) -> bool | None:
+    if info.follow_bootstrap_room is not None:
+        return info.follow_bootstrap_room
+    return None if info.load_balance_method is None else info.load_balance_method in FOLLOWING
 
 
 def _readiness(body: bytes) -> Readiness:

@@ -44,12 +44,21 @@ class Answer(Protocol):
         """Whether all of the body has been read, as far as is known now."""
         ...
 
+    @property
+    def heard_s(self) -> float:
+        """When the worker last sent something, by the event loop's clock."""
+        ...
+
     async def read(self) -> bytes:
         """The next bytes of the body, as they come, undecoded; empty at its end. Raises UpstreamLost."""
         ...
 
     def cancel(self) -> None:
         """Close the connection, unless the body was read to its end. May be called twice."""
+        ...
+
+    def abandon(self, text: str) -> None:
+        """The same from outside: who reads is told that the worker is lost, and why."""
         ...
 
 

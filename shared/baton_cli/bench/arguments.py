@@ -3,15 +3,17 @@
 import argparse
 from pathlib import Path
 
+from baton_cli.bench.route_arguments import add_route
+
 PEERS = ("transformers", "llama.cpp", "vllm", "vllm-pd")
 ROUTES = ("/v1/completions", "/generate")
 
 
 def add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add `bench` with its four subcommands."""
+    """Add `bench` with its five subcommands."""
     parser = commands.add_parser(
         "bench",
-        help="measure: a server that runs, the price of a handoff, interference, other engines",
+        help="measure: a server that runs, the price of a handoff, interference, other engines, routing policies",
         description="Measure. Prompts are random token ids, the same for the same --seed, and no two alike.",
         allow_abbrev=False,
     )
@@ -20,6 +22,7 @@ def add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     _add_handoff(kinds)
     _add_interference(kinds)
     _add_compare(kinds)
+    add_route(kinds)
 
 
 def _add_serve(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

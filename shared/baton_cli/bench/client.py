@@ -17,6 +17,7 @@ from baton_cli.bench.sample import Sample
 from baton_cli.errors import CliError, UsageError
 
 CONNECT_TIMEOUT_SECONDS = 10.0
+KEEPALIVE_SECONDS = 2.0
 DONE = b"[DONE]"
 SHORT_ANSWER = "answer of another length"
 STREAM_CUT = "stream ended without [DONE]"
@@ -148,9 +149,13 @@ class HttpEndpoint:
 
 @asynccontextmanager
 async def http_session(request_timeout_seconds: float) -> AsyncIterator[aiohttp.ClientSession]:
-    """A session without a limit of connections: the load alone says how many there are."""
+    """A session without a limit of connections: the load alone says how many there are.
+
+    Idle ones are not kept as long as servers keep them: one that a paused server gave up would fail the next request.
+    """
     timeout = aiohttp.ClientTimeout(total=request_timeout_seconds, sock_connect=CONNECT_TIMEOUT_SECONDS)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         yield session
 
 

@@ -1,4 +1,4 @@
-"""`baton bench`: from parsed arguments to one of the four measurements."""
+"""`baton bench`: from parsed arguments to one of the five measurements."""
 
 import argparse
 from collections.abc import Mapping
@@ -9,6 +9,7 @@ from baton_cli.bench.compare import Compare, compare
 from baton_cli.bench.handoff import HandoffBench, handoff
 from baton_cli.bench.interference import InterferenceBench, interference
 from baton_cli.bench.prompts import LOWEST_ID
+from baton_cli.bench.route import route, route_bench
 from baton_cli.bench.sample import Load
 from baton_cli.bench.serve import Serve, serve
 from baton_cli.bench.stats import parse_bounds
@@ -30,6 +31,8 @@ def bench(arguments: argparse.Namespace, environ: Mapping[str, str], screen: Scr
             return handoff(_handoff(arguments), environ, screen, interrupt)
         if arguments.bench == "interference":
             return interference(_interference(arguments), environ, screen, interrupt)
+        if arguments.bench == "route":
+            return route(route_bench(arguments), screen, interrupt)
         return compare(_compare(arguments), environ, screen, interrupt)
     except Interrupted:
         screen.line("Interrupted: nothing was recorded, and what was started is stopped.")

@@ -42,7 +42,7 @@ def parse_stages(text: str) -> dict[Key, Total]:
     """The totals in Prometheus' text format."""
     found: dict[tuple[str, str, str], float] = {}
     for role, what, stage, value in _LINE.findall(text):
-        found[role, stage, what] = float(value)
+        found[role, stage, what] = found.get((role, stage, what), 0.0) + float(value)  # of all DP ranks
     stages = {(role, stage) for role, stage, _ in found}
     return {
         (role, stage): Total(found.get((role, stage, "sum"), 0.0), found.get((role, stage, "count"), 0.0))

@@ -1,16 +1,18 @@
 """The decode core: events in, effects out. Read `phases` first."""
 
 from collections import OrderedDict
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import assert_never
 
 from baton_core.admission import capacity_verdict
-from baton_core.agreement import Watch
+from baton_core.agreement import KVPoll, Watch, ready_and_failed
 from baton_core.chunks import take_chunk, take_token
 from baton_core.decode.phases import DECODE
 from baton_core.decode.planning import DecodeBatch
 from baton_core.decode.prealloc import DecodePreallocQueue
 from baton_core.decode.transfer import DecodeTransferQueue
+from baton_core.digest import bytes_of_ledger, numbers_of_ledger, numbers_of_queue
 from baton_core.effects import Connect, Effect, LookUp, Tell
 from baton_core.errors import Verdict
 from baton_core.events import (
@@ -28,13 +30,17 @@ from baton_core.events import (
     StopHere,
     Submit,
 )
+from baton_core.kv_layout import UnitLayout
 from baton_core.ledger import Ledger, is_fake
 from baton_core.limits import Limits, Millis
 from baton_core.machine import Handoff, Phase, move
 from baton_core.messages import Accepted, Hello, NotYet, Rejected, RoomFailed
 from baton_core.pages import PagePool
 from baton_core.plan import StepPlan, StepResult
+from baton_core.ranks import unit_of
 from baton_core.request import Finish, FinishType, Request, RequestId, Room
+from baton_core.steps import Steps
+from baton_core.trace import digest_of
 
 _ARRIVED = (Phase.ARRIVED, Phase.RUNNING)
 """The KV cache is here: such a request depends on nobody else."""
@@ -54,22 +60,29 @@ class DecodeCore:
     """All decisions of one decode unit. `step`, `tick` and `commit` return effects; `plan` freezes the next batch."""
 
     def __init__(
-        self, *, limits: Limits, pool_pages: int, page_tokens: int, context_tokens: int, fingerprint: str
+        self,
+        *,
+        limits: Limits,
+        pool_pages: int,
+        context_tokens: int,
+        fingerprint: str,
+        layout: UnitLayout,
+        pp_size: int = 1,
     ) -> None:
         self.limits = limits
-        self.page_tokens = page_tokens
+        self.page_tokens = layout.page_tokens
+        self.pp_size = pp_size
         self.context_tokens = context_tokens
         rows = PagePool(limits.metadata_rows)
         self.ledger = Ledger(DECODE, limits, PagePool(pool_pages), rows)
         self.ledger.on_leave = self._on_leave
         self.prealloc = DecodePreallocQueue(
-            self.ledger, page_tokens=page_tokens, context_tokens=context_tokens, fingerprint=fingerprint
+            self.ledger, layout=layout, context_tokens=context_tokens, fingerprint=fingerprint, pp_size=pp_size
         )
-        self.transfer = DecodeTransferQueue(self.ledger, page_tokens)
-        self.batch = DecodeBatch(self.ledger)
+        self.transfer = DecodeTransferQueue(self.ledger, self.page_tokens)
+        self.batch = DecodeBatch(self.ledger, pp_size)
         self.farewells: OrderedDict[RequestId, Farewell] = OrderedDict()
-        self.running: StepPlan | None = None
-        self.steps = 0
+        self.steps = Steps(self.ledger, pp_size)
         # Every request is an attempt of its own, so that nothing said or written in an earlier life of its room fits it.
         self.attempts = 0
 
@@ -121,33 +134,27 @@ class DecodeCore:
         return self.ledger.take_effects()
 
     def plan(self) -> StepPlan | None:
-        """The next batch, or None: a step is running, or there is nothing to compute."""
-        if self.running is not None:
-            return None
-        slices = self.batch.next_slices(self.prealloc.pages_wanted)
-        if not slices:
-            return None
-        self.steps += 1
-        self.running = StepPlan(step=self.steps, slices=slices)
-        return self.running
+        """The next batch, or None: as many run as may, or there is nothing to compute.
+
+        Planning moves requests: `take_effects` has what that asks for.
+        """
+        return None if self.steps.full else self.steps.begin(self.batch.next_slices(self.prealloc.pages_wanted))
+
+    def take_effects(self) -> list[Effect]:
+        """What the calls that return none have asked for."""
+        return self.ledger.take_effects()
 
     def commit(self, result: StepResult, now: Millis) -> list[Effect]:
-        """The running plan is computed: stream its tokens, and release what was ended meanwhile."""
-        plan, self.running = self.running, None
-        assert plan is not None and plan.step == result.step, f"step {result.step} is not the one that runs"
-        results = {one.rid: one for one in result.results}
-        for piece in plan.slices:
-            handoff = self.ledger.live[piece.rid]
-            if result.failed is not None:
-                self.ledger.fail(handoff, result.failed, now)
-            self.ledger.step_left(handoff)
+        """The oldest running plan is computed: stream its tokens, and release what was ended meanwhile."""
+        for handoff, piece, made in self.steps.commit(result, now):
             if handoff.phase is Phase.COMPUTING:
-                take_chunk(handoff, piece, results.get(piece.rid))
+                take_chunk(handoff, piece, made)
                 if piece.sample:
                     self.batch.seat_computed(handoff)
                     self._stream(handoff, now)
-            elif handoff.phase is Phase.RUNNING:
-                take_token(handoff, results[piece.rid])
+            else:
+                assert made is not None, f"step {result.step} drew no token for {handoff.rid}"
+                take_token(handoff, made)
                 self._stream(handoff, now)
         self._order_pages(now)
         return self.ledger.take_effects()
@@ -155,12 +162,8 @@ class DecodeCore:
     # -- what a driver may ask
 
     def watched(self) -> list[Watch]:
-        """Handoffs whose transfers must be observed and agreed, in order of arrival."""
-        return [
-            Watch(rid=one.rid, room=one.room, attempt=one.attempt, host=one.request.bootstrap.host, row=one.row)
-            for one in self.ledger.live.values()
-            if one.opened and one.request.bootstrap is not None
-        ]
+        """Handoffs whose transfers must be observed and agreed, in the order in which they began."""
+        return list(self.ledger.transfers.values())
 
     def next_deadline(self) -> Millis | None:
         """When `tick` has something to do next."""
@@ -168,6 +171,16 @@ class DecodeCore:
         for farewell in self.farewells.values():
             return farewell.expires_at if due is None else min(due, farewell.expires_at)
         return due
+
+    def digest(self) -> int:
+        """62 bits of everything that the unit's ranks must agree on; see `digest`."""
+        numbers = numbers_of_ledger(self.ledger)
+        numbers += (self.steps.count, len(self.steps.running), self.attempts)
+        for queue in (self.prealloc.queue, self.transfer.queue, *self.batch.queues):
+            numbers += numbers_of_queue(queue.values())
+        for farewell in self.farewells.values():
+            numbers += (farewell.room, farewell.attempt, farewell.verdict.reason, farewell.expires_at)
+        return digest_of(numbers, bytes_of_ledger(self.ledger, self.farewells))
 
     # -- inputs
 
@@ -235,8 +248,7 @@ class DecodeCore:
                 text=farewell.verdict.text,
                 greeted=False,
             )
-            peer = event.infos.incarnation
-            self.ledger.effects += (Connect(infos=event.infos), Tell(peer=peer, message=message))
+            self.ledger.effects += (Connect(infos=event.infos), Tell(peer=event.infos.leader, message=message))
 
     def _peer_said(self, event: PeerSaid, now: Millis) -> None:
         message = event.message
@@ -246,7 +258,7 @@ class DecodeCore:
                 ours = req is not None and req.peer == event.peer and req.attempt == message.attempt
                 # What has arrived needs prefill no more: its leg may fail on a lost acknowledgement alone.
                 if ours and req is not None and req.phase not in _ARRIVED:
-                    self.prealloc._update_handshake_waiters(req, message, now)
+                    self.prealloc.answered(req, message, now)
             case NotYet() | Hello():
                 pass  # the hello is kept there; a hello is only ever sent by decode
             case _:
@@ -257,25 +269,48 @@ class DecodeCore:
         return None if rid is None else self.ledger.live[rid]
 
     def _peer_gone(self, event: PeerGone, now: Millis) -> None:
+        unit = unit_of(event.peer)
         for req in list(self.ledger.live.values()):
-            if req.peer == event.peer and req.phase not in _ARRIVED:
+            if req.peer is not None and unit_of(req.peer) == unit and req.phase not in _ARRIVED:
                 self.ledger.fail(req, event.verdict, now, peer_knows=True)
 
     # -- observations and results
 
     def _observed(self, event: Observed, now: Millis) -> None:
-        polls: dict[RequestId, AgreedPoll] = {poll.rid: poll for poll in event.polls}
+        polls = self.ledger.current(event.polls)
+        if self.pp_size > 1:
+            good, bad = ready_and_failed(polls.values(), KVPoll.WaitingForInput)
+            uncovered = {poll.rid: poll.poll for poll in event.uncovered}  # seen just now: never stale
+            self.process_prealloc_queue(good, bad, polls=polls, uncovered_polls=uncovered, now=now)
         for req in self.transfer.pop_transferred(polls, now):
             self.batch.add(req)
             self._stream(req, now)
-        for poll in event.polls:
-            handoff = self.ledger.live.get(poll.rid)
+        for rid, poll in polls.items():
+            handoff = self.ledger.live.get(rid)
             if handoff is not None and handoff.phase is Phase.REVOKING and handoff.opened:
                 self.ledger.revoked(handoff, poll)
 
-    def _order_pages(self, now: Millis) -> None:
-        for req in self.prealloc.pop_preallocated(now):
+    def process_prealloc_queue(
+        self,
+        pp_good_rids: Collection[RequestId],
+        pp_bad_rids: Collection[RequestId],
+        *,
+        polls: Mapping[RequestId, AgreedPoll],
+        uncovered_polls: Mapping[RequestId, int],
+        now: Millis,
+    ) -> None:
+        """Requests whose pages every stage has ordered wait for them from now on. Nobody is polled again here (S1)."""
+        ready = self.prealloc.pop_preallocated(
+            pp_good_rids, pp_bad_rids, polls=polls, uncovered_polls=uncovered_polls, now=now
+        )
+        for req in ready:
             self.transfer.add(req)
+
+    def _order_pages(self, now: Millis) -> None:
+        """Pages may have become free, or a request may have been accepted."""
+        self.prealloc.reserve()
+        if self.pp_size == 1:
+            self.process_prealloc_queue((), (), polls={}, uncovered_polls={}, now=now)
 
     def _stream(self, req: Handoff, now: Millis) -> None:
         """Hand the newest token to the client, and end the request if it is the last."""

@@ -15,15 +15,23 @@ PagesWanted = Callable[[Handoff], int]
 class DecodeBatch:
     """Requests that have their KV cache: waiting for a place (ARRIVED) or RUNNING; and prompts computed here.
 
-    Every step continues every running sequence by one token; what is left of the token budget goes to local prompts, so
-    that a long prompt never stops the streams for longer than one chunk.
+    Every step continues its share of the running sequences by one token (with one pipeline stage: all of them); what is
+    left of the token budget goes to local prompts, so that a long prompt never stops the streams for longer than one chunk.
+    With several stages as many plans run at a time, and a running sequence is in one of them at most: its next token
+    depends on the last.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, plans_max: int = 1) -> None:
         self._ledger = ledger
+        self._plans_max = plans_max
         self.arrived: dict[RequestId, Handoff] = {}
         self.running: dict[RequestId, Handoff] = {}
         self.local: dict[RequestId, Handoff] = {}
+
+    @property
+    def queues(self) -> tuple[dict[RequestId, Handoff], ...]:
+        """Where its requests stand, in order."""
+        return self.arrived, self.running, self.local
 
     def add(self, req: Handoff) -> None:
         """The KV cache is here."""
@@ -34,9 +42,9 @@ class DecodeBatch:
         self.local[req.rid] = req
 
     def next_slices(self, pages_wanted: PagesWanted) -> tuple[SequenceSlice, ...]:
-        """One token of every running sequence, then chunks of local prompts."""
+        """One token of each sequence whose turn it is, then chunks of local prompts."""
         self._seat()
-        slices = [self._next_token(req) for req in self.running.values()]
+        slices = [self._next_token(req) for req in self._turn()]
         slices += self._chunks(self._ledger.limits.chunk_tokens, pages_wanted)
         return tuple(slices)
 
@@ -48,7 +56,7 @@ class DecodeBatch:
 
     def leave(self, req: Handoff) -> None:
         """The request ended."""
-        for queue in (self.arrived, self.running, self.local):
+        for queue in self.queues:
             queue.pop(req.rid, None)
 
     def _seats_left(self) -> int:
@@ -61,8 +69,16 @@ class DecodeBatch:
             self.running[req.rid] = req
             move(req, Phase.RUNNING, self._ledger.effects)
 
+    def _turn(self) -> list[Handoff]:
+        """An even share of the running sequences, of those that no plan has in hand; who waited longest stands first."""
+        share = -(-len(self.running) // self._plans_max)
+        free = [req for req in self.running.values() if not req.in_step][:share]
+        for req in free:
+            self.running[req.rid] = self.running.pop(req.rid)
+        return free
+
     def _next_token(self, req: Handoff) -> SequenceSlice:
-        req.in_step = True
+        req.in_step += 1
         return SequenceSlice(
             rid=req.rid,
             tokens=(req.outputs[-1],),
@@ -80,7 +96,9 @@ class DecodeBatch:
                 break
             if req.phase is Phase.LOCAL and not self._admit(req, pages_wanted):
                 break
-            count = min(budget, len(req.request.prompt) - req.computed)
+            count = min(budget, len(req.request.prompt) - req.planned)
+            if count == 0:
+                continue  # its last chunk is being computed
             budget -= count
             chunks.append(prompt_chunk(req, count))
         return chunks

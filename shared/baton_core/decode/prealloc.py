@@ -1,26 +1,45 @@
-"""The prealloc queue: from the door to reserved pages. Nothing is reserved before prefill accepted the room."""
+"""The prealloc queue: from the door to ordered pages. Nothing is reserved before prefill accepted the room.
+
+With one pipeline stage a request leaves as soon as its pages are ordered. With several it stays a *waiter* until a
+consensus says that every stage holds the order (good) or that one failed (bad); nobody is polled again here (S1).
+"""
+
+from collections.abc import Collection, Mapping
 
 from baton_core.admission import is_unadmitted_reject
+from baton_core.agreement import KVPoll, poll_and_all_reduce_pp
 from baton_core.effects import Connect, Expect, LookUp, Tell
-from baton_core.errors import Verdict
-from baton_core.events import BootstrapInfos
+from baton_core.errors import Reason, Verdict
+from baton_core.events import AgreedPoll, BootstrapInfos
+from baton_core.kv_layout import UnitLayout, require_translatable
 from baton_core.ledger import Ledger
 from baton_core.limits import Millis
 from baton_core.machine import Handoff, Phase, move
 from baton_core.messages import Accepted, Hello, Rejected, RoomFailed, RoomMessage
 from baton_core.pages import pages_for
+from baton_core.prefill.queue import in_order, transfer_verdict
 from baton_core.request import RequestId, prompt_digest
 
 
 class DecodePreallocQueue:
-    """Requests without reserved KV, in order of arrival."""
+    """`queue`: requests without reserved KV, in order of arrival. `waiters`: ordered, not yet known to be so everywhere.
 
-    def __init__(self, ledger: Ledger, *, page_tokens: int, context_tokens: int, fingerprint: str) -> None:
+    `draining` holds waiters whose transfer failed on this pipeline stage before all stages knew of them. Here its I/O is
+    stopped; for everything that stages share it is a waiter still, until a consensus names it.
+    """
+
+    def __init__(
+        self, ledger: Ledger, *, layout: UnitLayout, context_tokens: int, fingerprint: str, pp_size: int = 1
+    ) -> None:
         self._ledger = ledger
-        self._page_tokens = page_tokens
+        self._layout = layout
+        self._page_tokens = layout.page_tokens
         self._context_tokens = context_tokens
         self._fingerprint = fingerprint
+        self._pp_size = pp_size
         self.queue: dict[RequestId, Handoff] = {}
+        self.waiters: dict[RequestId, Handoff] = {}
+        self.draining: dict[RequestId, Handoff] = {}
 
     def add(self, req: Handoff, now: Millis, *, is_retracted: bool = False, is_rebootstrap: bool = False) -> bool:
         """Past the door into RESOLVING. A request rejected at intake is retired here and never reserves anything.
@@ -42,7 +61,7 @@ class DecodePreallocQueue:
 
     def greet(self, req: Handoff, infos: BootstrapInfos, now: Millis) -> None:
         """The prefill worker is known: say hello. A request that failed meanwhile is not here any more (S4)."""
-        req.infos, req.peer = infos, infos.incarnation
+        req.infos, req.peer = infos, infos.leader
         deadline = now + self._ledger.limits.other_leg_ms
         move(req, Phase.GREETING, self._ledger.effects, stage_deadline_at=deadline)
         hello = Hello(
@@ -52,39 +71,111 @@ class DecodePreallocQueue:
             digest=prompt_digest(req.request.prompt),
             fingerprint=self._fingerprint,
             dp_rank=infos.dp_rank,
+            layout=self._layout.to_text(),
         )
-        self._ledger.effects += (Connect(infos=infos), Tell(peer=infos.incarnation, message=hello))
+        self._ledger.effects += (Connect(infos=infos), Tell(peer=infos.leader, message=hello))
 
-    def _update_handshake_waiters(self, req: Handoff, message: RoomMessage, now: Millis) -> None:
+    def answered(self, req: Handoff, message: RoomMessage, now: Millis) -> None:
         """Prefill's leader answered this request's hello (not with NotYet): go on to reservation, or end."""
         if isinstance(message, Accepted) and req.phase is Phase.GREETING:
+            verdict = self._unlike(req, message)
+            if verdict is not None:
+                self._abort_handshake(req, verdict, now, peer_knows=False)
+                return
+            req.peer_layout = message.layout
             move(req, Phase.PREALLOC, self._ledger.effects)
         elif isinstance(message, Rejected | RoomFailed):
-            self._abort_handshake(req, message.verdict, now)
+            self._abort_handshake(req, message.verdict, now, peer_knows=True)
 
-    def _abort_handshake(self, req: Handoff, verdict: Verdict, now: Millis) -> None:
-        """End a request whose handshake failed, with prefill's verdict; prefill knows already."""
-        self._ledger.fail(req, verdict, now, peer_knows=True)
+    def _unlike(self, req: Handoff, accepted: Accepted) -> Verdict | None:
+        """Why the prefill unit cannot write here, whatever it believes itself."""
+        assert req.infos is not None
+        known = len(req.infos.endpoints)
+        try:
+            source = UnitLayout.from_text(accepted.layout)
+            require_translatable(source, self._layout)
+        except ValueError as error:
+            return Verdict(reason=Reason.LAYOUT_MISMATCH, text=f"prefill and decode cannot share KV: {error}")
+        if source.members != known:
+            text = f"the prefill unit says it has {source.members} ranks, the registry knows {known}"
+            return Verdict(reason=Reason.LAYOUT_MISMATCH, text=text)
+        return None
 
-    def pop_preallocated(self, now: Millis) -> list[Handoff]:
-        """Reserve pages and a row for accepted requests, in order, as far as they go; those leave, TRANSFERRING.
+    def _abort_handshake(self, req: Handoff, verdict: Verdict, now: Millis, *, peer_knows: bool) -> None:
+        """End a request whose handshake failed."""
+        self._ledger.fail(req, verdict, now, peer_knows=peer_knows)
+
+    def reserve(self) -> None:
+        """Reserve and order pages and a row for accepted requests, in order, as far as they go; TRANSFERRING now.
 
         The reservation covers the longest possible answer, so that a running request never runs out of pages.
         """
-        popped: list[Handoff] = []
         for req in list(self.queue.values()):
             if req.phase is not Phase.PREALLOC:
                 continue
             if not self._reserve(req):
-                break
+                return
             del self.queue[req.rid]
+            self.waiters[req.rid] = req
             move(req, Phase.TRANSFERRING, self._ledger.effects)
-            popped.append(req)
-        return popped
+
+    def pop_preallocated(
+        self,
+        pp_good_rids: Collection[RequestId] | None = None,
+        pp_bad_rids: Collection[RequestId] | None = None,
+        *,
+        polls: Mapping[RequestId, AgreedPoll],
+        uncovered_polls: Mapping[RequestId, int],
+        now: Millis,
+    ) -> list[Handoff]:
+        """Waiters whose order every stage holds leave; with one stage all of them do.
+
+        Raises ValueError where there are waiters, several stages, and no consensus.
+        """
+        if not self.waiters and not self.draining:
+            return []
+        if self._pp_size > 1:
+            ready = self._update_handshake_waiters(pp_good_rids, pp_bad_rids, polls, uncovered_polls, now)
+        else:
+            ready = list(self.waiters.values())
+        for req in ready:
+            self.leave(req)
+        return ready
+
+    def _update_handshake_waiters(
+        self,
+        pp_good_rids: Collection[RequestId] | None,
+        pp_bad_rids: Collection[RequestId] | None,
+        polls: Mapping[RequestId, AgreedPoll],
+        uncovered_polls: Mapping[RequestId, int],
+        now: Millis,
+    ) -> list[Handoff]:
+        """Apply the consensus: end the bad, return the good, and of what it does not cover drain what failed here."""
+        ready: list[Handoff] = []
+        waiters = in_order(self.waiters, self.draining)
+        consensus = poll_and_all_reduce_pp(
+            (req.rid for req in waiters), KVPoll.WaitingForInput, pp_good_rids, pp_bad_rids
+        )
+        for req, poll in zip(waiters, consensus, strict=True):
+            if poll is None:
+                if uncovered_polls.get(req.rid) == KVPoll.Failed:
+                    self._drain(req)
+            elif poll == KVPoll.Failed:
+                verdict = transfer_verdict(polls.get(req.rid), "decode transfer")
+                self._abort_handshake(req, verdict, now, peer_knows=False)
+            else:
+                ready.append(req)
+        return ready
+
+    def _drain(self, req: Handoff) -> None:
+        self._ledger.revoke_here(req)
+        self.draining[req.rid] = req
+        self.waiters.pop(req.rid, None)
 
     def leave(self, req: Handoff) -> None:
-        """The request ended."""
-        self.queue.pop(req.rid, None)
+        """The request is ordered everywhere, or ended."""
+        for queue in (self.queue, self.waiters, self.draining):
+            queue.pop(req.rid, None)
 
     def _reserve(self, req: Handoff) -> bool:
         rows = self._ledger.rows
@@ -99,9 +190,17 @@ class DecodePreallocQueue:
         req.pages, req.row = pages, row[0]
         self._ledger.transfer_begins(req)
         ordered = pages[: pages_for(len(req.request.prompt), self._page_tokens)]
-        self._ledger.effects.append(
-            Expect(rid=req.rid, room=req.room, attempt=req.attempt, peer=req.peer, pages=ordered, row=row[0])
+        expect = Expect(
+            rid=req.rid,
+            room=req.room,
+            attempt=req.attempt,
+            peer=req.peer,
+            source=req.peer_layout,
+            prompt_tokens=len(req.request.prompt),
+            pages=ordered,
+            row=row[0],
         )
+        self._ledger.effects.append(expect)
         return True
 
     def pages_wanted(self, req: Handoff) -> int:

@@ -30,7 +30,7 @@ class DecodeTransferQueue:
         arrived = []
         for req in list(self.queue.values()):
             agreed = polls.get(req.rid)
-            if agreed is None or agreed.attempt != req.attempt:
+            if agreed is None:
                 continue
             if agreed.poll == KVPoll.Failed:
                 self._ledger.fail(req, transfer_verdict(agreed, "decode transfer"), now)

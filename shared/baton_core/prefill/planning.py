@@ -33,7 +33,9 @@ class PrefillWaitingQueue:
                 break
             if not self._admit(req):
                 break  # strictly in order: a later, smaller prompt must not starve this one
-            count = min(budget, len(req.request.prompt) - req.computed)
+            count = min(budget, len(req.request.prompt) - req.planned)
+            if count == 0:
+                continue  # its last chunk is being computed
             budget -= count
             slices.append(prompt_chunk(req, count))
         return tuple(slices)
@@ -58,7 +60,7 @@ class PrefillWaitingQueue:
             return False
         req.shared = shared
         req.pages = tuple(node.page for node in shared) + own
-        req.computed = req.cached_tokens = len(shared) * self._page_tokens
+        req.planned = req.computed = req.cached_tokens = len(shared) * self._page_tokens
         if cache is not None:
             cache.count(req.cached_tokens, len(prompt))
         move(req, Phase.FORWARDING, self._ledger.effects)

@@ -77,7 +77,7 @@ class Fleet:
         avoid: Callable[[str], bool] | None = None,
         alone: bool = False,
     ) -> Pair | NoPair:
-        """Choose among usable workers whose urls are not to be avoided; only pairs with compatible fingerprints.
+        """Choose among usable targets of which neither key nor url is to be avoided; only pairs whose fingerprints match.
 
         Mutates the policies' memory only when there is a pair. No prefill worker known at all, or `alone`, means a
         decode worker alone.
@@ -128,7 +128,9 @@ def _targets(workers: Sequence[Worker], by_rank: bool) -> tuple[Target, ...]:
 
 
 def _kept(targets: tuple[Target, ...], avoid: Callable[[str], bool] | None) -> Sequence[Target]:
-    return targets if avoid is None else [target for target in targets if not avoid(target.worker.url)]
+    if avoid is None:
+        return targets
+    return [target for target in targets if not avoid(target.key) and not avoid(target.worker.url)]
 
 
 def _partnered(prefills: Sequence[Target], decodes: Sequence[Target]) -> Sequence[Target]:
@@ -156,8 +158,8 @@ def _missing(role: Role, workers: Sequence[Worker], avoid: Callable[[str], bool]
 
 
 def _obstacle(worker: Worker, avoid: Callable[[str], bool] | None) -> str:
-    if worker.usable and avoid is not None and avoid(worker.url):
-        return "it just failed"
+    if worker.usable and avoid is not None:
+        return "it just failed"  # as a whole, or each of its ranks: else it would have been a candidate
     return f"{worker.state.value}, {worker.reason}" if worker.reason else worker.state.value
 
 

@@ -41,6 +41,7 @@ class Worker:
     bootstrap_host: str = ""
     bootstrap_port: int = 0
     dp_size: int = 1
+    follows_room: bool | None = None  # prefill runs a room on rank room mod dp_size; None: it does not say
     context_tokens: int = 0  # 0: unknown
     model: str = ""
     state: WorkerState = WorkerState.UNREADY
@@ -95,6 +96,11 @@ NO_LOAD = Load()
 def load_of(target: Target, loads: Loads) -> int:
     """Requests at that target now."""
     return loads.get(target.key, NO_LOAD).requests
+
+
+def in_flight_of(target: Target, loads: Loads) -> int:
+    """Legs of this router at that target now."""
+    return loads.get(target.key, NO_LOAD).in_flight
 
 
 def has_room(target: Target, loads: Loads, tokens: int) -> bool:

@@ -1,4 +1,8 @@
-"""How KV pages travel from a prefill rank to a decode rank: one small protocol, one contract test, several backends.
+"""How KV pages travel from prefill ranks to decode ranks: one small protocol, one contract test, several backends.
 
-`protocol` says what a backend owes the driver; `tcp` streams pages into the receiver's own hands; `fake` moves nothing.
+    prefill rank                                                      decode rank
+    sender.PageSender ── ways: shm_way, tcp_way ══ pages, row ══► doors: shm_door, tcp_door ── receiver.PageReceiver
+          └──────────── attempts.AttemptTable                       attempts.AttemptTable ────────────┘
+
+`protocol` says what a backend owes the driver; `fake` moves nothing.
 """

@@ -1,4 +1,9 @@
-"""What one end keeps about its attempts: status by the lattice of S0, progress, and who is touching pages right now."""
+"""What one end keeps about its attempts: how far each is by the lattice of S0, and who touches its pages right now.
+
+An attempt has a *flow* for each rank of the other unit that writes here, or reads from here: several prefill ranks may
+feed one decode rank, and one prefill rank several of decode's. Flows end one by one; the attempt has succeeded when all
+of them have, and its pages are free when it is revoked and no flow touches them.
+"""
 
 import threading
 from collections.abc import Callable
@@ -6,46 +11,130 @@ from dataclasses import dataclass, field
 
 from baton_core.agreement import KVPoll, Observation, merge_status
 from baton_core.errors import Reason
+from baton_core.kv_layout import Plan
+from baton_core.ranks import Member, unit_of
 from baton_core.request import Incarnation, PageId, Room
 from baton_engine.transfer.protocol import Poke
 
 Key = tuple[Room, int]
 
 
-@dataclass(slots=True, kw_only=True)
+def sibling(name: Incarnation, member: Member) -> Incarnation:
+    """The name of another rank of the same unit."""
+    return f"{unit_of(name)}.{member}"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Flow:
+    """What goes between this rank and one of the other unit's. Guarded by the lock of its `AttemptTable`."""
+
+    one: "Attempt"
+    peer: Incarnation
+    plan: Plan
+    owed_bytes: int
+    carries_row: bool
+    moved_bytes: int = 0
+    row_moved: bool = False
+    busy: int = 0  # threads that touch its pages right now
+    carrier: object | None = None  # the stream that carries it
+    halt: Callable[[], None] | None = None  # asks whoever touches the pages to stop
+    cut: Callable[[], None] | None = None  # cuts them off, where that can be done
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything owed is there."""
+        return self.moved_bytes >= self.owed_bytes and (self.row_moved or not self.carries_row)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class Attempt:
     """One attempt on one end. Guarded by the lock of its `AttemptTable`."""
 
     room: Room
     attempt: int
-    peer: Incarnation
+    prompt_tokens: int
+    pages_total: int  # of this end
     status: KVPoll
-    pages_total: int
-    pages: tuple[PageId, ...] = ()
-    row: int | None = None
+    flows: dict[Incarnation, Flow] = field(default_factory=dict)
     progress: int = 0
-    landed_bytes: dict[int, int] = field(default_factory=dict)
-    busy: int = 0  # threads that touch its pages right now
     revoked: bool = False
     reason: Reason | None = None
     text: str = ""
-    carrier: object | None = None  # the stream that carries it
-    cut: Callable[[], None] | None = None  # closes the stream that touches it now
+
+    def add_flow(self, peer: Incarnation, plan: Plan, *, carries_row: bool) -> None:
+        """One more rank that writes or reads here."""
+        owed_bytes = plan.owed_bytes(self.prompt_tokens)
+        self.flows[peer] = Flow(one=self, peer=peer, plan=plan, owed_bytes=owed_bytes, carries_row=carries_row)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody touches its pages."""
+        return not any(flow.busy for flow in self.flows.values())
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether nobody may begin to touch its pages."""
+        return self.revoked or self.status is KVPoll.Failed
+
+    def is_complete(self) -> bool:
+        """Whether all that this rank waits for is there."""
+        return all(flow.complete for flow in self.flows.values())
+
+    def pages_moved(self) -> int:
+        """How far it is, in pages of this end."""
+        raise NotImplementedError
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Incoming(Attempt):
+    """On decode: into these pages and this row."""
+
+    pages: tuple[PageId, ...]
+    row: int
+
+    def pages_moved(self) -> int:
+        """The share of all bytes owed that is here, in pages."""
+        flows = self.flows.values()
+        owed_bytes = sum(flow.owed_bytes for flow in flows)
+        if not owed_bytes:
+            return self.pages_total
+        return self.pages_total * sum(flow.moved_bytes for flow in flows) // owed_bytes
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Outgoing(Attempt):
+    """On prefill."""
+
+    pushed_all: bool = False
+
+    def is_complete(self) -> bool:
+        """Not before the last push, even where this rank has little or nothing to send."""
+        return self.pushed_all and all(flow.complete for flow in self.flows.values())
+
+    def pages_moved(self) -> int:
+        """The leading pages of which no reader lacks anything."""
+        return min((self._leading_pages(flow) for flow in self.flows.values()), default=self.pages_total)
+
+    def _leading_pages(self, flow: Flow) -> int:
+        if flow.moved_bytes >= flow.owed_bytes:
+            return self.pages_total
+        return flow.plan.leading_pages(flow.moved_bytes)
 
 
 class AttemptTable:
     """All attempts of one end. Thread-safe; every visible change pokes the driver."""
 
     def __init__(self, poke: Poke) -> None:
-        self.lock = threading.Lock()
+        self._lock = threading.Lock()
         self._attempts: dict[Key, Attempt] = {}
         self._poke = poke
 
-    def open(self, attempt: Attempt) -> None:
+    def open(self, one: Attempt) -> None:
         """A new attempt; wipes what an older one of the same name left."""
-        assert merge_status(None, attempt.status) is not None, "an attempt begins waiting"
-        with self.lock:
-            self._attempts[(attempt.room, attempt.attempt)] = attempt
+        assert merge_status(None, one.status) is not None, "an attempt begins waiting"
+        one.progress = one.pages_moved()
+        with self._lock:
+            self._attempts[(one.room, one.attempt)] = one
 
     def get(self, room: Room, attempt: int) -> Attempt | None:
         """The attempt, if it is known."""
@@ -53,31 +142,41 @@ class AttemptTable:
 
     def observe(self, room: Room, attempt: int) -> Observation:
         """This end's view. An attempt that is not known is over: nothing touches its pages."""
-        with self.lock:
+        with self._lock:
             one = self._attempts.get((room, attempt))
             if one is None:
                 return Observation(poll=KVPoll.Failed, writers_stopped=True, reason=Reason.TRANSFER_FAILED)
             return Observation(
                 poll=one.status,
-                writers_stopped=one.revoked and one.busy == 0,
+                writers_stopped=one.revoked and one.is_idle,
                 reason=one.reason,
                 text=one.text,
                 progress=one.progress,
             )
 
-    def advance(self, one: Attempt, status: KVPoll, progress: int | None = None) -> None:
-        """News of an attempt. Failed is sticky."""
-        with self.lock:
-            merged = merge_status(one.status, status)
-            assert merged is not None
-            one.status = merged
-            if progress is not None:
-                one.progress = max(one.progress, progress)
+    def advance(self, one: Attempt, status: KVPoll) -> None:
+        """News of an attempt. Failed is sticky; what is complete has succeeded."""
+        with self._lock:
+            self._advance(one, status)
         self._poke()
+
+    def moved(self, flow: Flow, moved_bytes: int, *, row: bool = False) -> None:
+        """So many bytes of a flow are there by now, and perhaps its row."""
+        with self._lock:
+            flow.moved_bytes = max(flow.moved_bytes, moved_bytes)
+            flow.row_moved = flow.row_moved or row
+            flow.one.progress = max(flow.one.progress, flow.one.pages_moved())
+            self._advance(flow.one, KVPoll.Transferring)
+        self._poke()
+
+    def _advance(self, one: Attempt, status: KVPoll) -> None:
+        merged = merge_status(one.status, KVPoll.Success if one.is_complete() else status)
+        assert merged is not None
+        one.status = merged
 
     def fail(self, one: Attempt, reason: Reason, text: str) -> None:
         """The attempt cannot succeed any more; the first reason stays. Success stays success."""
-        with self.lock:
+        with self._lock:
             if one.status in (KVPoll.Failed, KVPoll.Success):
                 return
             one.status, one.reason, one.text = KVPoll.Failed, reason, text
@@ -85,54 +184,71 @@ class AttemptTable:
 
     def carrier_lost(self, carrier: object, text: str) -> None:
         """A stream ended: what it carried and had not finished fails."""
-        with self.lock:
-            hit = [one for one in self._attempts.values() if one.carrier is carrier]
+        with self._lock:
+            flows = [flow for one in self._attempts.values() for flow in one.flows.values()]
+            hit = [flow.one for flow in flows if flow.carrier is carrier and not flow.complete]
         for one in hit:
             self.fail(one, Reason.TRANSFER_FAILED, text)
 
     def peer_lost(self, peer: Incarnation, text: str) -> None:
-        """A peer is gone: every attempt with it fails."""
-        with self.lock:
-            hit = [one for one in self._attempts.values() if one.peer == peer]
+        """A rank of another unit is gone: every attempt that it feeds, or reads from here, fails."""
+        with self._lock:
+            hit = [one for one in self._attempts.values() if peer in one.flows]
         for one in hit:
             self.fail(one, Reason.PEER_LOST, text)
 
-    def enter(self, one: Attempt, carrier: object, cut: Callable[[], None]) -> bool:
-        """A thread is about to touch the attempt's pages for `carrier`; False if it may not. `cut` ends its doing so."""
-        with self.lock:
-            if one.revoked or one.status is KVPoll.Failed:
+    def enter(
+        self,
+        flow: Flow,
+        carrier: object,
+        *,
+        halt: Callable[[], None] | None = None,
+        cut: Callable[[], None] | None = None,
+    ) -> bool:
+        """Somebody is about to touch the flow's pages for `carrier`; False if they may not.
+
+        `halt` asks them to stop when the attempt is revoked; `cut` ends it by force.
+        """
+        with self._lock:
+            if flow.one.is_given_up:
                 return False
-            one.busy += 1
-            one.carrier, one.cut = carrier, cut
+            flow.busy += 1
+            # Two may be at work: one receives, one scatters what came before.
+            flow.carrier, flow.halt, flow.cut = carrier, halt or flow.halt, cut or flow.cut
             return True
 
-    def leave(self, one: Attempt) -> None:
-        """The thread is done with the pages."""
-        with self.lock:
-            one.busy -= 1
-            if one.busy == 0:
-                one.cut = None
+    def leave(self, flow: Flow) -> None:
+        """They are done with the pages."""
+        with self._lock:
+            flow.busy -= 1
+            if flow.busy == 0:
+                flow.halt = flow.cut = None
         self._poke()
 
     def revoke(self, room: Room, attempt: int) -> None:
-        """Nobody may begin to touch the attempt's pages."""
-        with self.lock:
+        """Nobody may begin to touch the attempt's pages; whoever does now is asked to stop."""
+        with self._lock:
             one = self._attempts.get((room, attempt))
+            halts = []
             if one is not None:
+                # With `enter` under one lock: either it sees the revocation, or its `halt` is seen here.
                 one.revoked = True
+                halts = [flow.halt for flow in one.flows.values() if flow.halt is not None]
+        for halt in halts:
+            halt()
         self._poke()
 
     def fence(self, room: Room, attempt: int) -> None:
-        """Cut the stream that still touches the attempt's pages."""
-        with self.lock:
+        """Cut off whoever still touches the attempt's pages."""
+        with self._lock:
             one = self._attempts.get((room, attempt))
-            cut = None if one is None else one.cut
-        if cut is not None:
+            cuts = [] if one is None else [flow.cut for flow in one.flows.values() if flow.cut is not None]
+        for cut in cuts:
             cut()
 
     def forget(self, room: Room, attempt: int) -> None:
         """Drop the attempt."""
-        with self.lock:
+        with self._lock:
             self._attempts.pop((room, attempt), None)
 
     def __len__(self) -> int:
@@ -150,3 +266,30 @@ class TablePoller:
     def poll(self) -> Observation:
         """The state right now."""
         return self.table.observe(self.room, self.attempt)
+
+
+class TableEnd:
+    """What all ends do alike: the table knows."""
+
+    def __init__(self, table: AttemptTable) -> None:
+        self._table = table
+
+    def poller(self, room: Room, attempt: int) -> TablePoller:
+        """This rank's view of the attempt."""
+        return TablePoller(self._table, room, attempt)
+
+    def revoke(self, room: Room, attempt: int) -> None:
+        """Let nobody begin to touch the attempt's pages any more."""
+        self._table.revoke(room, attempt)
+
+    def fence(self, room: Room, attempt: int) -> None:
+        """Cut off whoever still touches the attempt's pages."""
+        self._table.fence(room, attempt)
+
+    def forget(self, room: Room, attempt: int) -> None:
+        """Drop the attempt."""
+        self._table.forget(room, attempt)
+
+    def peer_gone(self, peer: Incarnation) -> None:
+        """What this rank of the other unit feeds, or reads, fails."""
+        self._table.peer_lost(peer, f"rank {peer} is gone")

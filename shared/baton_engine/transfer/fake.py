@@ -3,35 +3,21 @@
 A decode worker that uses it answers from whatever its pages hold: for load tests of the control path only.
 """
 
-from baton_core.agreement import KVPoll, Poller
+from baton_core.agreement import KVPoll, Staging
 from baton_core.effects import Push
+from baton_core.kv_layout import UnitLayout
 from baton_core.messages import MetadataRow, PageOrder
 from baton_core.request import Incarnation, PageId, Room
 from baton_engine.kv_pool import RowMemory
-from baton_engine.transfer.attempts import Attempt, AttemptTable, TablePoller
+from baton_engine.transfer.attempts import AttemptTable, Incoming, Outgoing, TableEnd
 from baton_engine.transfer.protocol import Poke
 
 
-class _FakeEnd:
-    """What both ends share: attempts on which nobody ever works."""
+class _FakeEnd(TableEnd):
+    """Attempts on which nobody ever works."""
 
     def __init__(self, poke: Poke) -> None:
-        self._table = AttemptTable(poke)
-
-    def poller(self, room: Room, attempt: int) -> Poller:
-        """This end's view of the attempt."""
-        return TablePoller(self._table, room, attempt)
-
-    def revoke(self, room: Room, attempt: int) -> None:
-        """Writers have stopped at once: there are none."""
-        self._table.revoke(room, attempt)
-
-    def fence(self, room: Room, attempt: int) -> None:
-        """Nobody to cut off."""
-
-    def forget(self, room: Room, attempt: int) -> None:
-        """Drop the attempt."""
-        self._table.forget(room, attempt)
+        super().__init__(AttemptTable(poke))
 
     def close(self) -> None:
         """Nothing to close."""
@@ -42,34 +28,55 @@ class FakeReceiver(_FakeEnd):
 
     backend = "fake"
     address = "nowhere"
+    staging: Staging | None = None
 
     def __init__(self, rows: RowMemory, poke: Poke) -> None:
         super().__init__(poke)
         self._rows = rows
 
-    def expect(self, room: Room, attempt: int, writer: Incarnation, pages: tuple[PageId, ...], row: int) -> None:
-        """Write the row at once."""
+    def expect(
+        self,
+        room: Room,
+        attempt: int,
+        peer: Incarnation,
+        source: UnitLayout,
+        prompt_tokens: int,
+        pages: tuple[PageId, ...],
+        row: int,
+    ) -> None:
+        """Write the row at once: nobody owes anything."""
         self._rows.clear(row)
         self._rows.write(row, MetadataRow(room=room, attempt=attempt, first_token=0).pack())
-        one = Attempt(
+        one = Incoming(
             room=room,
             attempt=attempt,
-            peer=writer,
-            status=KVPoll.WaitingForInput,
+            prompt_tokens=prompt_tokens,
             pages_total=len(pages),
+            status=KVPoll.WaitingForInput,
             pages=pages,
             row=row,
         )
         self._table.open(one)
-        self._table.advance(one, KVPoll.Success, len(pages))
+        self._table.advance(one, KVPoll.Success)
 
 
 class FakeSender(_FakeEnd):
-    """Every push has arrived when the last one is made."""
+    """Every push has arrived when the last one is made: nobody reads."""
 
-    def offer(self, room: Room, attempt: int, peer: Incarnation, pages_total: int) -> None:
+    def __init__(self, layout: UnitLayout, poke: Poke) -> None:
+        super().__init__(poke)
+        self._layout = layout
+
+    def offer(self, room: Room, attempt: int, peer: Incarnation, target: UnitLayout, prompt_tokens: int) -> None:
         """Ordered from the start."""
-        one = Attempt(room=room, attempt=attempt, peer=peer, status=KVPoll.WaitingForInput, pages_total=pages_total)
+        pages_total = self._layout.pages(prompt_tokens)
+        one = Outgoing(
+            room=room,
+            attempt=attempt,
+            prompt_tokens=prompt_tokens,
+            pages_total=pages_total,
+            status=KVPoll.WaitingForInput,
+        )
         self._table.open(one)
         self._table.advance(one, KVPoll.WaitingForInput)
 
@@ -79,9 +86,6 @@ class FakeSender(_FakeEnd):
     def push(self, push: Push) -> None:
         """Success with the row."""
         one = self._table.get(push.room, push.attempt)
-        if one is not None:
-            status = KVPoll.Transferring if push.row is None else KVPoll.Success
-            self._table.advance(one, status, push.first + len(push.pages))
-
-    def peer_gone(self, peer: Incarnation) -> None:
-        """There are no connections."""
+        if isinstance(one, Outgoing):
+            one.pushed_all = push.row is not None
+            self._table.advance(one, KVPoll.Transferring)

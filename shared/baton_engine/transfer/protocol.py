@@ -3,13 +3,17 @@ change of what `poller` would say is announced by calling `poke`.
 
 An attempt is named by (room, attempt). Its life on the decode side: `expect`, then `forget` after success, or `revoke`,
 perhaps `fence`, and `forget` once its observation says `writers_stopped`. On the prefill side likewise, from `offer`.
+
+An end belongs to one rank. Which ranks of the other unit write to it, or read from it, follows from the layouts of the
+two units (`kv_layout`); they are called by their names (`ranks.member_name`).
 """
 
 from collections.abc import Callable
 from typing import Protocol
 
-from baton_core.agreement import Poller
+from baton_core.agreement import Poller, Staging
 from baton_core.effects import Push
+from baton_core.kv_layout import UnitLayout
 from baton_core.messages import PageOrder
 from baton_core.request import Incarnation, PageId, Room
 
@@ -36,27 +40,44 @@ class Attempts(Protocol):
         """Drop everything kept about the attempt."""
         ...
 
+    def peer_gone(self, peer: Incarnation) -> None:
+        """Keep nothing about this rank of another unit: its connections are closed, attempts that need it fail."""
+        ...
+
     def close(self) -> None:
         """Stop all threads and close all sockets."""
         ...
 
 
 class Receiver(Attempts, Protocol):
-    """The decode end."""
+    """The decode end. An attempt succeeds when every rank that writes here has delivered all it owes, and the row."""
 
     backend: str
     address: str  # goes into page orders
+    staging: Staging | None  # where what arrives is scattered later
 
-    def expect(self, room: Room, attempt: int, writer: Incarnation, pages: tuple[PageId, ...], row: int) -> None:
-        """From now on `writer` may write these pages and, last, this row. The row is cleared first."""
+    def expect(
+        self,
+        room: Room,
+        attempt: int,
+        peer: Incarnation,
+        source: UnitLayout,
+        prompt_tokens: int,
+        pages: tuple[PageId, ...],
+        row: int,
+    ) -> None:
+        """From now on the ranks of `peer`'s unit that have a share may write it, and one of them, last, the row.
+
+        The row is cleared first.
+        """
         ...
 
 
 class Sender(Attempts, Protocol):
-    """The prefill end."""
+    """The prefill end. An attempt waits for input when all ranks that read from here have ordered."""
 
-    def offer(self, room: Room, attempt: int, peer: Incarnation, pages_total: int) -> None:
-        """From now on `peer` may order the pages of this attempt."""
+    def offer(self, room: Room, attempt: int, peer: Incarnation, target: UnitLayout, prompt_tokens: int) -> None:
+        """From now on the ranks of `peer`'s unit that have a share here may order it."""
         ...
 
     def order(self, peer: Incarnation, order: PageOrder) -> None:
@@ -64,9 +85,5 @@ class Sender(Attempts, Protocol):
         ...
 
     def push(self, push: Push) -> None:
-        """Send finished pages, and with the last push the row."""
-        ...
-
-    def peer_gone(self, peer: Incarnation) -> None:
-        """Keep nothing about this peer: its connections are closed, its attempts fail."""
+        """Send finished pages to all that ordered them, and with the last push the row to whom this rank owes it."""
         ...

@@ -17,76 +17,36 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
-from baton_core.agreement import KVPoll
-from baton_core.effects import Push
 from baton_core.errors import Reason
-from baton_core.kv_layout import Run
 from baton_core.messages import ROOM_WORD, ROW_BYTES
 from baton_core.request import PageId
-from baton_engine.kv_pool import KVPool
 from baton_engine.sealed_memory import SealedWindow
-from baton_engine.transfer.attempts import Attempt, AttemptTable
+from baton_engine.transfer.attempts import AttemptTable, Flow
+from baton_engine.transfer.pool_bytes import BATCH_BYTES, Bytes, PoolSource, rows_of
 from baton_engine.transfer.shm_wire import FRAME, SERIAL_MAX, Frame, Kind, Welcome, WireError, order_digest
+from baton_engine.transfer.ways import Job
 
-BATCH_BYTES = 2 * 1024 * 1024  # copied in 0.1 to 1 ms; then the copier looks whether it should stop
 POPULATE_PAGES = 8  # mapped in one go while there is nothing to copy
 OUTBOX_MAX = 65_536
 
-Bytes = NDArray[np.uint8]
-Span = tuple[int, int, int]
-"""Source offset, target offset, bytes; offsets count from the start of a pool."""
+Span = tuple[int, int, int, int, int, int]
+"""Source offset, target offset, bytes; how many such rows, and how far apart they are in source and target.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """What an order says: where to write, and which runs of a page."""
-
-    pages: tuple[PageId, ...]
-    row: int
-    page_bytes: int
-    runs: tuple[Run, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One push of one attempt, with what its order says."""
-
-    one: Attempt
-    push: Push
-    target: Target
+Offsets count from the start of a pool.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class _Writing:
     """What BEGIN opened and FINISHED or STOPPED ends."""
 
-    one: Attempt
+    flow: Flow
     serial: int
     granted: bool = False
     over: bool = False
+    written_bytes: int = 0
     parked: list[tuple[Job, list[Span]]] = field(default_factory=list)  # until the grant
-
-
-class PoolSource:
-    """The bytes of this rank's own pool, by offset from its start."""
-
-    def __init__(self, pool: KVPool) -> None:
-        self.page_bytes = pool.page_bytes
-        self._memory = pool.memory
-        on_host = pool.device.type == "cpu"
-        self._bytes: Bytes | None = pool.tensor.view(torch.uint8).reshape(-1).numpy() if on_host else None
-        # On a device each run is staged by itself, so neighbours are not joined.
-        self.span_bytes_max = BATCH_BYTES if on_host else 0
-
-    def view(self, offset: int, nbytes: int) -> Bytes:
-        """The bytes as they are now; never across two pages of a device pool."""
-        if self._bytes is not None:
-            return self._bytes[offset : offset + nbytes]
-        page, within = divmod(offset, self.page_bytes)
-        return np.frombuffer(self._memory.source(page, within, nbytes), dtype=np.uint8)
 
 
 class DecodeMemory:
@@ -152,7 +112,7 @@ class Copier:
         self._table, self._carrier, self._halted = table, carrier, halted
         self._serials = itertools.count(1)
         self._writings: dict[int, _Writing] = {}
-        self._by_attempt: dict[int, _Writing] = {}  # by id of an attempt that `_writings` keeps alive
+        self._by_flow: dict[int, _Writing] = {}  # by id of a flow that `_writings` keeps alive
         self._ready: deque[tuple[_Writing, Job, list[Span]]] = deque()
         self._cold: deque[PageId] = deque()
         self._outbox: deque[bytes] = deque()
@@ -167,11 +127,11 @@ class Copier:
         self._cold.extend(pages)
 
     def take(self, job: Job) -> None:
-        """A push; the first of an attempt asks decode for the grant."""
-        if not self._fits(job):
-            return
-        writing = self._by_attempt.get(id(job.one)) or self._begin(job)
+        """A push; the first of an attempt that has anything for this rank asks decode for the grant."""
         spans = _spans(job, self._source.page_bytes, self._source.span_bytes_max)
+        if not (spans or job.row) or not self._fits(job):
+            return
+        writing = self._by_flow.get(id(job.flow)) or self._begin(job)
         if writing.granted:
             self._ready.append((writing, job, spans))
         else:
@@ -190,7 +150,7 @@ class Copier:
 
     def sweep(self) -> None:
         """End the writings of attempts that failed or were revoked on our side."""
-        for writing in [one for one in self._writings.values() if _is_given_up(one.one)]:
+        for writing in [one for one in self._writings.values() if one.flow.one.is_given_up]:
             self._stop(writing)
 
     def flush(self) -> None:
@@ -227,18 +187,18 @@ class Copier:
         elif max(target.pages, default=0) >= welcome.pages or target.row >= welcome.rows:
             text = f"decode's order names a page or row outside its {welcome.pages} pages and {welcome.rows} rows"
         if text:
-            self._table.fail(job.one, Reason.LAYOUT_MISMATCH, text)
+            self._table.fail(job.flow.one, Reason.LAYOUT_MISMATCH, text)
         return not text
 
     def _begin(self, job: Job) -> _Writing:
-        writing = _Writing(job.one, next(self._serials) & SERIAL_MAX)
-        self._writings[writing.serial] = self._by_attempt[id(job.one)] = writing
+        writing = _Writing(job.flow, next(self._serials) & SERIAL_MAX)
+        self._writings[writing.serial] = self._by_flow[id(job.flow)] = writing
         self._send(
             Frame(
                 kind=Kind.BEGIN,
                 serial=writing.serial,
-                room=job.one.room,
-                attempt=job.one.attempt,
+                room=job.flow.one.room,
+                attempt=job.flow.one.attempt,
                 count=order_digest(job.target.pages, job.target.row),
             )
         )
@@ -262,7 +222,7 @@ class Copier:
             self._lose(writing, "decode revoked the attempt")
 
     def _lose(self, writing: _Writing, text: str) -> None:
-        self._table.fail(writing.one, Reason.TRANSFER_FAILED, text)
+        self._table.fail(writing.flow.one, Reason.TRANSFER_FAILED, text)
 
     def _stop(self, writing: _Writing) -> None:
         self._close(writing)
@@ -270,7 +230,7 @@ class Copier:
 
     def _close(self, writing: _Writing) -> None:
         writing.over = True
-        del self._writings[writing.serial], self._by_attempt[id(writing.one)]
+        del self._writings[writing.serial], self._by_flow[id(writing.flow)]
 
     def _send(self, frame: Frame) -> None:
         if len(self._outbox) >= OUTBOX_MAX:
@@ -281,66 +241,74 @@ class Copier:
     # -- copying
 
     def _copy(self, writing: _Writing, job: Job, spans: list[Span]) -> None:
-        one, push = writing.one, job.push
-        if not self._table.enter(one, self._carrier, _no_cut):
+        flow, row = writing.flow, job.row
+        if not self._table.enter(flow, self._carrier):
             self._stop(writing)
             return
-        pages = push.first + len(push.pages)
         try:
             whole = self._copy_spans(writing, spans)
-            if whole and push.row is not None:
-                self._memory.write_row(job.target.row, push.row.pack())
-                self._close(writing)
-                self._send(Frame(kind=Kind.FINISHED, serial=writing.serial, count=pages))
-            elif whole:
-                self._send(Frame(kind=Kind.PROGRESS, serial=writing.serial, count=pages))
+            if whole:
+                writing.written_bytes += sum(span[2] * span[3] for span in spans)
+                self._say_how_far(writing, job.target.row, row)
         finally:
-            self._table.leave(one)
+            self._table.leave(flow)
         if whole:
-            self._table.advance(one, KVPoll.Transferring if push.row is None else KVPoll.Success, pages)
+            self._table.moved(flow, writing.written_bytes, row=row is not None)
+
+    def _say_how_far(self, writing: _Writing, number: int, row: bytes | None) -> None:
+        """Write the row, if it is due, and tell decode what is there."""
+        if row is not None:
+            self._memory.write_row(number, row)
+        # Who owes the row ends with it; what is missing then, decode will notice.
+        owes_row = writing.flow.carries_row
+        is_last = row is not None if owes_row else writing.written_bytes >= writing.flow.owed_bytes
+        if is_last:
+            self._close(writing)
+        kind = Kind.FINISHED if is_last else Kind.PROGRESS
+        self._send(Frame(kind=kind, serial=writing.serial, count=writing.written_bytes))
 
     def _copy_spans(self, writing: _Writing, spans: list[Span]) -> bool:
         """Copy, batch by batch; False if told to stop in between."""
         source, memory, left = self._source, self._memory, BATCH_BYTES
-        for source_offset, target_offset, nbytes in spans:
+        for source_offset, target_offset, nbytes, count, source_step, target_step in spans:
             if left <= 0:
                 left = BATCH_BYTES
                 self.hear()
-                if writing.over or _is_given_up(writing.one) or self._halted():
+                if writing.over or writing.flow.one.is_given_up or self._halted():
                     return False
-            # Both sides are slices of bytes, so this is one memcpy, without the interpreter lock. No variable keeps the
-            # target: one in the frame of an exception would keep the pool mapped.
-            np.copyto(memory.bytes[target_offset : target_offset + nbytes], source.view(source_offset, nbytes))
-            left -= nbytes
+            # Both sides are views of bytes, so this is one memcpy (or one a row), without the interpreter lock. No
+            # variable keeps the target: one in the frame of an exception would keep the pool mapped.
+            if count == 1:
+                np.copyto(memory.bytes[target_offset : target_offset + nbytes], source.view(source_offset, nbytes))
+            else:
+                np.copyto(
+                    rows_of(memory.bytes, target_offset, nbytes, count, target_step),
+                    source.rows(source_offset, nbytes, count, source_step),
+                )
+            left -= nbytes * count
         return True
 
 
-def _is_given_up(one: Attempt) -> bool:
-    return one.revoked or one.status is KVPoll.Failed
-
-
-def _no_cut() -> None:
-    """Copying ends by itself within a batch: there is nothing to cut."""
-
-
 def _spans(job: Job, source_page_bytes: int, span_bytes_max: int) -> list[Span]:
-    """The push as copies, neighbours joined up to `span_bytes_max`."""
-    push, target = job.push, job.target
-    ordered = target.pages[push.first : push.first + len(push.pages)]
+    """The push as copies, neighbouring pages joined up to `span_bytes_max`."""
+    push_first, pages, ordered, page_bytes = job.push.first, job.push.pages, job.target.pages, job.target.page_bytes
     spans: list[Span] = []
     source_end = target_end = joined = -1
-    for page, target_page in zip(push.pages, ordered, strict=True):
-        for run in target.runs:
-            source_offset = page * source_page_bytes + run.source_offset
-            target_offset = target_page * target.page_bytes + run.target_offset
-            joins = (
-                source_offset == source_end and target_offset == target_end and joined + run.nbytes <= span_bytes_max
-            )
-            joined = joined + run.nbytes if joins else run.nbytes
-            source_end, target_end = source_offset + run.nbytes, target_offset + run.nbytes
-            span = (source_end - joined, target_end - joined, joined)
-            if joins:
-                spans[-1] = span
+    for ordinal, first, stripes in job.flow.plan.stripes(job.ordinals, len(ordered)):
+        source_page = pages[ordinal - push_first] * source_page_bytes
+        for stripe in stripes:
+            source_offset = source_page + stripe.source_offset
+            target_offset = ordered[first + stripe.target_ordinal] * page_bytes + stripe.target_offset
+            nbytes, count = stripe.nbytes, stripe.count
+            if count > 1:
+                spans.append((source_offset, target_offset, nbytes, count, stripe.source_step, stripe.target_step))
+                source_end = -1
+                continue
+            if source_offset == source_end and target_offset == target_end and joined + nbytes <= span_bytes_max:
+                joined += nbytes
+                spans[-1] = (source_offset + nbytes - joined, target_offset + nbytes - joined, joined, 1, 0, 0)
             else:
-                spans.append(span)
+                joined = nbytes
+                spans.append((source_offset, target_offset, nbytes, 1, 0, 0))
+            source_end, target_end = source_offset + nbytes, target_offset + nbytes
     return spans

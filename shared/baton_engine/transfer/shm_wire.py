@@ -1,13 +1,14 @@
 """The conversation of the `shm` backend, over a unix socket of whole messages (`SOCK_SEQPACKET`).
 
     prefill rank (the writer)                                              decode rank (owner of pool and rows)
-    HELLO    magic, version, boot id, incarnation  ------------------------->
+    HELLO    magic, version, boot id, name of the rank  -------------------->
              <------  WELCOME page bytes, pages, rows + the descriptors of pool and rows, or a refusal in words
     BEGIN    serial, room, attempt, order digest  -------------------------->  may this writer still write?
              <------  GRANT serial, or REFUSED serial
-    PROGRESS serial, pages written  ---------------------------------------->
+    PROGRESS serial, bytes written  ---------------------------------------->
              <------  REVOKE serial: stop
-    STOPPED  serial (this writing is over), or FINISHED serial (the row is written, its room word last)  -->
+    STOPPED  serial (this writing is over), or FINISHED serial, bytes (all this writer owes is written; the row,
+             where it owes one, after the pages, and its room word last)  -->
 
 Decode cannot check single writes, so it grants a *writing* as a whole and believes in its end only when the writer says
 so, or when the writer is gone. A serial names one writing on one connection: it is drawn by the writer and never reused
@@ -32,13 +33,13 @@ from pathlib import Path
 from baton_core.request import Incarnation, PageId
 
 MAGIC = b"BTSM"
-VERSION = 1
-HELLO = struct.Struct("<4sHH36s")  # magic, version, length of the incarnation that follows, boot id
+VERSION = 2
+HELLO = struct.Struct("<4sHH36s")  # magic, version, length of the name that follows, boot id
 WELCOME = struct.Struct("<4sHHQII")  # magic, version, 1 if refused (a text follows), page bytes, pages, rows
-FRAME = struct.Struct("<BxxxIQII")  # kind, serial, room, attempt, count (pages written, or the order digest)
+FRAME = struct.Struct("<BxxxIQIxxxxQ")  # kind, serial, room, attempt, count (bytes written, or the order digest)
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: `struct ucred`
 
-INCARNATION_BYTES_MAX = 256
+NAME_BYTES_MAX = 256
 TEXT_BYTES_MAX = 1_024
 SERIAL_MAX = 2**32 - 1
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -62,7 +63,7 @@ class WireError(ConnectionError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """One small message. `count` is pages written (PROGRESS, FINISHED) or the digest of the order (BEGIN)."""
+    """One small message. `count` is bytes written (PROGRESS, FINISHED) or the digest of the order (BEGIN)."""
 
     kind: Kind
     serial: int
@@ -108,15 +109,15 @@ def hello(boot_id: str, incarnation: Incarnation) -> bytes:
 
 
 def parse_hello(raw: bytes) -> tuple[str, Incarnation]:
-    """Boot id and incarnation of a writer. Raises WireError."""
+    """Boot id and name of a writer. Raises WireError."""
     if len(raw) < HELLO.size:
         raise WireError("not a greeting")
     magic, version, length, boot_id = HELLO.unpack_from(raw)
     if magic != MAGIC or version != VERSION:
         raise WireError(f"not an shm writer of version {VERSION}: {magic!r} version {version}")
     name = raw[HELLO.size :]
-    if len(name) != length or not 0 < length <= INCARNATION_BYTES_MAX or not name.isascii():
-        raise WireError(f"a greeting with an incarnation of {len(name)} bytes")
+    if len(name) != length or not 0 < length <= NAME_BYTES_MAX or not name.isascii():
+        raise WireError(f"a greeting with a name of {len(name)} bytes")
     return boot_id.decode("ascii", "replace"), name.decode("ascii")
 
 

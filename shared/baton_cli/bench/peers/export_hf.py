@@ -15,7 +15,9 @@ def export(model: Path, directory: Path) -> None:
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
         str(model.parent), gguf_file=model.name, dtype=torch.bfloat16
     )
-    config = loaded.config.__class__(**loaded.config.to_dict())
+    settings = loaded.config.to_dict()
+    settings.pop("quantization_config", None)  # these weights are not quantised any more
+    config = loaded.config.__class__(**settings)
     fresh = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     fresh.load_state_dict(loaded.state_dict())
     partial = directory.with_name(directory.name + ".partial")

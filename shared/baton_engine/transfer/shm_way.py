@@ -1,4 +1,4 @@
-"""The prefill end of `shm`: a thread and a mapping of the pool for each decode rank, kept as long as that rank lives.
+"""The way by `shm`: a thread and a mapping of the pool for each decode rank, kept as long as that rank lives.
 
 What a thread does is in `shm_copier`; here is how the driver reaches it, and how it begins and ends. It ends by
 unmapping the pool and only then closing its socket, because decode takes the end of file for the end of all writing.
@@ -10,116 +10,41 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Sequence
-from enum import Enum
 
-import structlog
-
-from baton_core.agreement import KVPoll, Poller
-from baton_core.effects import Push
 from baton_core.errors import Reason
-from baton_core.kv_layout import Layout, LayoutMismatch, plan
-from baton_core.messages import PageOrder
-from baton_core.request import Incarnation, PageId, Room
+from baton_core.request import Incarnation, PageId
 from baton_engine.kv_pool import KVPool
-from baton_engine.transfer.attempts import Attempt, AttemptTable, Key, TablePoller
+from baton_engine.transfer.attempts import AttemptTable, Flow
+from baton_engine.transfer.pool_bytes import PoolSource
 from baton_engine.transfer.protocol import Poke
-from baton_engine.transfer.shm_copier import Copier, DecodeMemory, Job, PoolSource, Target
+from baton_engine.transfer.shm_copier import Copier, DecodeMemory
 from baton_engine.transfer.shm_wire import hello, own_boot_id, receive_welcome, require_trusted
-
-log = structlog.get_logger(__name__)
+from baton_engine.transfer.ways import Job, Reach, Target
 
 CLOSE_TIMEOUT_S = 1.0
 
 
-class Reach(Enum):
-    """How far the way to a decode rank is."""
+class ShmWay:
+    """Copies pages of `pool` into decode ranks' pools, in the name of rank `own`."""
 
-    CONNECTING = "connecting"
-    OPEN = "open"
-    CLOSED = "closed"
-
-
-class ShmSender:
-    """Copies pages of `pool`, laid out as `layout`, into decode ranks' pools, in the name of `incarnation`."""
+    name = "shm"
 
     def __init__(
-        self, pool: KVPool, layout: Layout, incarnation: Incarnation, poke: Poke, *, connect_timeout_ms: int
+        self, pool: KVPool, own: Incarnation, table: AttemptTable, poke: Poke, *, connect_timeout_ms: int
     ) -> None:
         self._source = PoolSource(pool)
-        self._layout = layout
-        self._greeting = hello(own_boot_id(), incarnation)
+        self._greeting = hello(own_boot_id(), own)
         self._connect_timeout_s = connect_timeout_ms / 1000
         self._poke = poke
-        self._table = AttemptTable(poke)
-        self._orders: dict[Key, tuple[ShmChannel, Target]] = {}
+        self._table = table
         self._channels: dict[tuple[Incarnation, str], ShmChannel] = {}
 
-    def offer(self, room: Room, attempt: int, peer: Incarnation, pages_total: int) -> None:
-        """`peer` may order this attempt."""
-        self._table.open(
-            Attempt(room=room, attempt=attempt, peer=peer, status=KVPoll.Bootstrapping, pages_total=pages_total)
-        )
+    def check(self, address: str) -> None:
+        """It is the path of a socket."""
+        if not address.startswith("/"):
+            raise ValueError(f"{address!r} is no path of a socket")
 
-    def order(self, peer: Incarnation, order: PageOrder) -> None:
-        """Take a page order; one that was not offered, or that comes twice, changes nothing."""
-        one = self._table.get(order.room, order.attempt)
-        if one is None or one.peer != peer or one.status is not KVPoll.Bootstrapping:
-            log.info("transfer.order_ignored", room=order.room, attempt=order.attempt, peer=peer)
-            return
-        try:
-            target = self._understand(one, order)
-        except (ValueError, LayoutMismatch) as error:
-            self._table.fail(one, Reason.LAYOUT_MISMATCH, str(error))
-            return
-        channel = self.channel(peer, order.address)
-        self._orders[(order.room, order.attempt)] = (channel, target)
-        self._table.advance(one, KVPoll.WaitingForInput)
-        channel.adopt(one, target.pages)
-
-    def push(self, push: Push) -> None:
-        """Queue finished pages for the rank that ordered them."""
-        one = self._table.get(push.room, push.attempt)
-        assert one is not None
-        assert (push.room, push.attempt) in self._orders, "pushed before it was ordered"
-        channel, target = self._orders[(push.room, push.attempt)]
-        assert push.first + len(push.pages) <= len(target.pages), "pushed more than was ordered"
-        self._table.advance(one, KVPoll.Transferring)
-        channel.put(Job(one, push, target))
-
-    def poller(self, room: Room, attempt: int) -> Poller:
-        """This rank's view of the attempt."""
-        return TablePoller(self._table, room, attempt)
-
-    def revoke(self, room: Room, attempt: int) -> None:
-        """Skip what is queued of the attempt; what is being copied ends with its batch."""
-        self._table.revoke(room, attempt)
-        self._nudge(room, attempt)
-
-    def fence(self, room: Room, attempt: int) -> None:
-        """Nothing to cut: copying depends on nobody, and ends with its batch."""
-        self._nudge(room, attempt)
-
-    def forget(self, room: Room, attempt: int) -> None:
-        """Drop the attempt and its order."""
-        self._table.forget(room, attempt)
-        self._orders.pop((room, attempt), None)
-
-    def peer_gone(self, peer: Incarnation) -> None:
-        """Unmap the peer's pools and fail what was on its way there."""
-        for key in [key for key in self._channels if key[0] == peer]:
-            self._channels.pop(key).close()
-        self._table.peer_lost(peer, f"decode worker {peer} is gone")
-
-    def close(self) -> None:
-        """End every thread; returns when their mappings are gone, or after a second."""
-        channels = list(self._channels.values())
-        self._channels.clear()
-        for channel in channels:
-            channel.close()
-        for channel in channels:
-            channel.join(CLOSE_TIMEOUT_S)
-
-    def channel(self, peer: Incarnation, address: str) -> "ShmChannel":
+    def probe(self, peer: Incarnation, address: str) -> "ShmChannel":
         """The way to a decode rank; a closed one is replaced by a new attempt to get there."""
         key = (peer, address)
         channel = self._channels.get(key)
@@ -130,20 +55,33 @@ class ShmSender:
             self._channels[key] = channel
         return channel
 
-    def _nudge(self, room: Room, attempt: int) -> None:
-        ordered = self._orders.get((room, attempt))
-        if ordered is not None:
-            ordered[0].nudge()
+    def prepare(self, flow: Flow, target: Target) -> None:
+        """Map the pages before they are written; the attempt fails if decode cannot be reached."""
+        self.probe(flow.peer, target.address).adopt(flow, target.pages)
 
-    def _understand(self, one: Attempt, order: PageOrder) -> Target:
-        if order.backend != "shm":
-            raise ValueError(f"transfer backend is shm on prefill and {order.backend} on decode")
-        if len(order.pages) != one.pages_total:
-            raise ValueError(f"{len(order.pages)} pages are ordered; the prompt has {one.pages_total}")
-        if not order.address.startswith("/"):
-            raise ValueError(f"{order.address!r} is no path of a socket")
-        theirs = Layout.from_text(order.layout)
-        return Target(pages=order.pages, row=order.row, page_bytes=theirs.page_bytes, runs=plan(self._layout, theirs))
+    def put(self, job: Job) -> None:
+        """Queue finished pages."""
+        self.probe(job.flow.peer, job.target.address).put(job)
+
+    def nudge(self, flow: Flow, target: Target) -> None:
+        """Nothing to cut: copying depends on nobody, and ends with its batch."""
+        channel = self._channels.get((flow.peer, target.address))
+        if channel is not None:
+            channel.nudge()
+
+    def peer_gone(self, peer: Incarnation) -> None:
+        """Unmap the rank's pool."""
+        for key in [key for key in self._channels if key[0] == peer]:
+            self._channels.pop(key).close()
+
+    def close(self) -> None:
+        """End every thread; returns when their mappings are gone, or after a second."""
+        channels = list(self._channels.values())
+        self._channels.clear()
+        for channel in channels:
+            channel.close()
+        for channel in channels:
+            channel.join(CLOSE_TIMEOUT_S)
 
 
 class ShmChannel:
@@ -164,14 +102,14 @@ class ShmChannel:
         self._thread = threading.Thread(target=self._run, name="kv-copy", daemon=True)
         self._thread.start()
 
-    def adopt(self, one: Attempt, pages: Sequence[PageId]) -> None:
-        """The attempt will be carried by this channel, into these pages; it fails if the channel does."""
+    def adopt(self, flow: Flow, pages: Sequence[PageId]) -> None:
+        """The flow will be carried by this channel, into these pages; its attempt fails if the channel does."""
         with self._lock:
-            one.carrier = self
+            flow.carrier = self
             self._coming.extend(pages)
             alive = self._ring()
         if not alive:
-            self._table.fail(one, Reason.TRANSFER_FAILED, self.closed_by)
+            self._table.fail(flow.one, Reason.TRANSFER_FAILED, self.closed_by)
 
     def put(self, job: Job) -> None:
         """Queue a push; on a channel that has closed, fail it."""
@@ -179,7 +117,7 @@ class ShmChannel:
             self._jobs.append(job)
             alive = self._ring()
         if not alive:
-            self._table.fail(job.one, Reason.TRANSFER_FAILED, self.closed_by)
+            self._table.fail(job.flow.one, Reason.TRANSFER_FAILED, self.closed_by)
 
     def nudge(self) -> None:
         """An attempt was revoked: look for it."""
@@ -232,9 +170,12 @@ class ShmChannel:
     def _serve(self, stream: socket.socket, copier: Copier) -> None:
         poller = select.poll()
         poller.register(self._bell, select.POLLIN)
-        while not self._closing:
+        while True:
             copier.hear()
             self._hand_over(copier)
+            # Only here: whoever closes rings too, and the bell has just been read.
+            if self._closing:
+                return
             copier.sweep()
             if not copier.work():
                 poller.register(stream, select.POLLIN | (select.POLLOUT if copier.unsent else 0))

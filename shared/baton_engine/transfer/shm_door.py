@@ -1,4 +1,4 @@
-"""The decode end of `shm`: it hands its pool to prefill ranks on this host, grants writings, and waits for their end.
+"""Where `shm` comes in on decode: it hands its pool to prefill ranks on this host, grants writings, and waits for their end.
 
 Whoever holds the mapping can write whenever it likes, and nothing decode could do takes the mapping away. So pages of a
 granted attempt are free in exactly two cases: the writer said STOPPED or FINISHED, or the writer's socket is at end of
@@ -19,16 +19,15 @@ from pathlib import Path
 
 import structlog
 
-from baton_core.agreement import KVPoll, Poller
+from baton_core.agreement import Staging
 from baton_core.errors import EngineError, Reason
-from baton_core.request import Incarnation, PageId, Room
+from baton_core.request import Incarnation
 from baton_engine.kv_pool import KVPool, RowMemory
-from baton_engine.transfer.attempts import Attempt, AttemptTable, Key, TablePoller
-from baton_engine.transfer.protocol import Poke
+from baton_engine.transfer.attempts import AttemptTable, Flow, Incoming
 from baton_engine.transfer.shm_wire import (
     FRAME,
     HELLO,
-    INCARNATION_BYTES_MAX,
+    NAME_BYTES_MAX,
     Frame,
     Kind,
     Welcome,
@@ -54,35 +53,46 @@ class _Writer:
 
     stream: socket.socket
     name: Incarnation
-    grants: dict[int, "_Grant"] = field(default_factory=dict)  # by serial; touched under the receiver's lock
+    grants: dict[int, "_Grant"] = field(default_factory=dict)  # by serial; its own thread's
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Grant:
     """A writing under way: from GRANT until the writer says that it is over, or is gone."""
 
-    one: Attempt
+    flow: Flow
     writer: _Writer
     serial: int
 
+    def ask_to_stop(self) -> None:
+        """Say REVOKE. Lost where the writer is stopped and its queue full: a fence asks again."""
+        with contextlib.suppress(OSError):
+            self.writer.stream.send(Frame(kind=Kind.REVOKE, serial=self.serial).pack(), socket.MSG_DONTWAIT)
 
-class ShmReceiver:
+    def ask_again(self) -> None:
+        """All that a fence can do: a living writer cannot be cut off; its pages stay held until it answers or dies."""
+        one = self.flow.one
+        log.warning("transfer.quarantined", room=one.room, attempt=one.attempt, writer=self.writer.name)
+        self.ask_to_stop()
+
+
+class ShmDoor:
     """Offers `pool` and `rows` on a unix socket in `directory` (by default a private one below the system's temporary
     directory) to processes of the same user and of root. Raises EngineError where that cannot be."""
 
-    backend = "shm"
+    name = "shm"
+    staging: Staging | None = None
 
-    def __init__(self, pool: KVPool, rows: RowMemory, poke: Poke, *, directory: str = "") -> None:
+    def __init__(self, pool: KVPool, rows: RowMemory, table: AttemptTable, *, directory: str = "") -> None:
         descriptor = pool.file_descriptor
         if descriptor is None:
             raise EngineError(f"shm needs a KV pool in host memory, not on {pool.device}: use --transfer tcp (or auto)")
         self._descriptors = (descriptor, rows.file_descriptor)
         self._welcome = Welcome(page_bytes=pool.page_bytes, pages=pool.pages, rows=rows.rows).pack()
-        self._pages, self._page_bytes, self._rows = pool.pages, pool.page_bytes, rows
+        self._rows = rows
         self._boot_id = own_boot_id()
-        self._table = AttemptTable(poke)
+        self._table = table
         self._lock = threading.Lock()
-        self._grants: dict[Key, _Grant] = {}
         self._streams: set[socket.socket] = set()
         self._closing = False
         self.bytes_received = 0
@@ -91,49 +101,6 @@ class ShmReceiver:
         except OSError as error:
             raise EngineError(f"shm cannot listen in {directory or tempfile.gettempdir()}: {error}") from error
         threading.Thread(target=self._accept, name="kv-accept", daemon=True).start()
-
-    # -- what the driver asks
-
-    def expect(self, room: Room, attempt: int, writer: Incarnation, pages: tuple[PageId, ...], row: int) -> None:
-        """Let `writer` fill these pages and this row, once it asks."""
-        assert all(page < self._pages for page in pages), f"room {room}: a page is outside the pool"
-        self._rows.clear(row)
-        self._table.open(
-            Attempt(
-                room=room,
-                attempt=attempt,
-                peer=writer,
-                status=KVPoll.WaitingForInput,
-                pages_total=len(pages),
-                pages=pages,
-                row=row,
-            )
-        )
-
-    def poller(self, room: Room, attempt: int) -> Poller:
-        """This rank's view of the attempt."""
-        return TablePoller(self._table, room, attempt)
-
-    def revoke(self, room: Room, attempt: int) -> None:
-        """Grant nothing more for the attempt, and ask a writer that has a grant to stop."""
-        # One lock with `_begin`: either it sees the revocation, or the grant is seen here.
-        with self._lock:
-            self._table.revoke(room, attempt)
-            grant = self._grants.get((room, attempt))
-        if grant is not None:
-            _ask_to_stop(grant)
-
-    def fence(self, room: Room, attempt: int) -> None:
-        """Ask once more. A living writer cannot be cut off: its pages stay held until it answers or dies."""
-        with self._lock:
-            grant = self._grants.get((room, attempt))
-        if grant is not None:
-            log.warning("transfer.quarantined", room=room, attempt=attempt, writer=grant.writer.name)
-            _ask_to_stop(grant)
-
-    def forget(self, room: Room, attempt: int) -> None:
-        """Drop the attempt."""
-        self._table.forget(room, attempt)
 
     def close(self) -> None:
         """Stop listening and end every conversation. What was granted stays granted: see the top of this file."""
@@ -178,7 +145,7 @@ class ShmReceiver:
         try:
             require_trusted(stream)
             stream.settimeout(GREETING_TIMEOUT_S)
-            boot_id, name = parse_hello(stream.recv(HELLO.size + INCARNATION_BYTES_MAX + 1))
+            boot_id, name = parse_hello(stream.recv(HELLO.size + NAME_BYTES_MAX + 1))
             if boot_id != self._boot_id:
                 raise WireError(f"this host's boot id is {self._boot_id}, the writer's {boot_id}")
             socket.send_fds(stream, [self._welcome], list(self._descriptors))
@@ -211,14 +178,10 @@ class ShmReceiver:
 
     def _gone(self, writer: _Writer) -> None:
         """The writer and its mapping are no more."""
-        text = f"prefill worker {writer.name} is gone: its connection ended"
-        with self._lock:
-            grants = list(writer.grants.values())
-            for grant in grants:
-                self._over(grant)
-        for grant in grants:
-            self._table.fail(grant.one, Reason.TRANSFER_FAILED, text)
-            self._table.leave(grant.one)
+        text = f"prefill rank {writer.name} is gone: its connection ended"
+        for grant in writer.grants.values():
+            self._table.fail(grant.flow.one, Reason.TRANSFER_FAILED, text)
+            self._table.leave(grant.flow)
 
     # -- frames
 
@@ -231,30 +194,29 @@ class ShmReceiver:
         if frame.kind is Kind.BEGIN:
             self._begin(writer, frame)
             return
-        with self._lock:
-            grant = writer.grants.get(frame.serial)
-            if grant is not None and frame.kind in (Kind.FINISHED, Kind.STOPPED):
-                self._over(grant)
+        is_last = frame.kind in (Kind.FINISHED, Kind.STOPPED)
+        grant = writer.grants.pop(frame.serial, None) if is_last else writer.grants.get(frame.serial)
         if grant is None:
             log.debug("transfer.late_frame", writer=writer.name, kind=frame.kind.name)
         elif frame.kind is Kind.PROGRESS:
-            self._count(grant.one, frame.count)
-            self._table.advance(grant.one, KVPoll.Transferring, min(frame.count, grant.one.pages_total))
+            self._count(grant.flow, frame.count)
+            self._table.moved(grant.flow, min(frame.count, grant.flow.owed_bytes))
         elif frame.kind is Kind.FINISHED:
-            self._finished(grant.one, frame.count)
+            self._finished(grant.flow, frame.count)
         elif frame.kind is Kind.STOPPED:
-            self._table.fail(grant.one, Reason.TRANSFER_FAILED, f"prefill worker {writer.name} stopped writing")
-            self._table.leave(grant.one)
+            text = f"prefill rank {writer.name} stopped writing"
+            self._table.fail(grant.flow.one, Reason.TRANSFER_FAILED, text)
+            self._table.leave(grant.flow)
 
     def _begin(self, writer: _Writer, frame: Frame) -> None:
-        with self._lock:
-            one = self._table.get(frame.room, frame.attempt)
-            granted = (
-                one is not None and self._may_write(one, writer, frame) and self._table.enter(one, writer, _no_cut)
-            )
-            if one is not None and granted:
-                grant = _Grant(one, writer, frame.serial)
-                writer.grants[frame.serial] = self._grants[(one.room, one.attempt)] = grant
+        one = self._table.get(frame.room, frame.attempt)
+        flow = None if one is None else one.flows.get(writer.name)
+        granted = False
+        if flow is not None and _may_write(flow, writer, frame):
+            grant = _Grant(flow, writer, frame.serial)
+            granted = self._table.enter(flow, writer, halt=grant.ask_to_stop, cut=grant.ask_again)
+            if granted:
+                writer.grants[frame.serial] = grant
         if not granted:
             log.info("transfer.refused", room=frame.room, attempt=frame.attempt, writer=writer.name)
         answer = Frame(kind=Kind.GRANT if granted else Kind.REFUSED, serial=frame.serial)
@@ -262,44 +224,32 @@ class ShmReceiver:
         with contextlib.suppress(OSError):
             writer.stream.send(answer.pack())
 
-    def _may_write(self, one: Attempt, writer: _Writer, frame: Frame) -> bool:
-        return (
-            one.peer == writer.name
-            and one.busy == 0
-            and one.row is not None
-            and one.status is KVPoll.WaitingForInput
-            and frame.serial not in writer.grants
-            and frame.count == order_digest(one.pages, one.row)
-        )
-
-    def _finished(self, one: Attempt, pages: int) -> None:
-        assert one.row is not None
-        complete = pages == one.pages_total and self._rows.room_word(one.row) != 0
-        self._count(one, pages)
-        self._table.leave(one)
-        if complete:
-            self._table.advance(one, KVPoll.Success, pages)
+    def _finished(self, flow: Flow, written_bytes: int) -> None:
+        one = flow.one
+        assert isinstance(one, Incoming)
+        row_is_there = not flow.carries_row or self._rows.room_word(one.row) != 0
+        self._count(flow, written_bytes)
+        self._table.leave(flow)
+        if written_bytes == flow.owed_bytes and row_is_there:
+            self._table.moved(flow, written_bytes, row=flow.carries_row)
         else:
-            text = f"prefill finished after {pages} of {one.pages_total} pages, or without the row"
+            text = f"{flow.peer} finished after {written_bytes} of {flow.owed_bytes} bytes, or without the row"
             self._table.fail(one, Reason.TRANSFER_FAILED, text)
 
-    def _count(self, one: Attempt, pages: int) -> None:
-        self.bytes_received += max(0, pages - one.progress) * self._page_bytes
-
-    def _over(self, grant: _Grant) -> None:
-        grant.writer.grants.pop(grant.serial, None)
-        if self._grants.get((grant.one.room, grant.one.attempt)) is grant:
-            del self._grants[(grant.one.room, grant.one.attempt)]
+    def _count(self, flow: Flow, written_bytes: int) -> None:
+        self.bytes_received += max(0, min(written_bytes, flow.owed_bytes) - flow.moved_bytes)
 
 
-def _ask_to_stop(grant: _Grant) -> None:
-    # Lost where the writer is stopped and its queue full: `fence` asks again, and an end of the writing ends it too.
-    with contextlib.suppress(OSError):
-        grant.writer.stream.send(Frame(kind=Kind.REVOKE, serial=grant.serial).pack(), socket.MSG_DONTWAIT)
-
-
-def _no_cut() -> None:
-    """Nothing cuts off a process that maps the pool."""
+def _may_write(flow: Flow, writer: _Writer, frame: Frame) -> bool:
+    one = flow.one
+    return (
+        isinstance(one, Incoming)
+        and flow.busy == 0
+        and flow.moved_bytes == 0
+        and not flow.complete
+        and frame.serial not in writer.grants
+        and frame.count == order_digest(one.pages, one.row)
+    )
 
 
 def _shut_down(stream: socket.socket) -> None:

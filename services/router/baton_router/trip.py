@@ -1,0 +1,27 @@
+"""What one prompt's road has come to know: for its next attempt, its log line and its deadline."""
+
+from dataclasses import dataclass, field
+
+from baton_core.routing.pair import Pair
+from baton_core.routing.policies import Ask
+from baton_router.exchange import Exchange
+from baton_router.journal import Journal
+from baton_router.merging import Scores
+
+
+@dataclass(slots=True, kw_only=True)
+class Trip:
+    """One prompt, from its first pair to its last."""
+
+    exchange: Exchange
+    began_s: float
+    deadline_s: float
+    ask: Ask = field(default_factory=Ask)
+    first_room: int = 0  # of the first attempt, where it is not to be drawn: one of a batch
+    first_byte_s: float | None = None
+    room: int = 0
+    pair: Pair | None = None
+    attempts: int = 0
+    migrations: int = 0  # those of the attempts that were to continue a stream
+    journal: Journal | None = None  # of a stream that has begun and tells its tokens
+    scores: Scores | None = None  # prefill's logprobs of the prompt, once they are here

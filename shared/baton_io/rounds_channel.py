@@ -1,0 +1,152 @@
+"""How the leaders of a worker's units meet for the rounds of DP attention: one ROUTER at unit 0's leader."""
+
+from collections import deque
+from typing import Protocol
+
+import zmq
+
+from baton_core.errors import EngineError
+from baton_core.limits import Millis
+from baton_core.rounds import Conductor
+
+_WANT, _OVER, _BEGIN, _HERE, _READY = b"w", b"o", b"b", b"h", b"r"
+
+
+class Rounds(Protocol):
+    """One unit's view."""
+
+    @property
+    def socket(self) -> "zmq.Socket[bytes] | None":
+        """Readable when there is news."""
+        ...
+
+    def gather(self, timeout_ms: Millis) -> None:
+        """Wait for all units. Raises EngineError."""
+        ...
+
+    def want(self) -> None:
+        """This unit has something to compute."""
+        ...
+
+    def over(self, number: int) -> None:
+        """This unit finished its part of the round."""
+        ...
+
+    def begun(self) -> list[int]:
+        """Rounds that began since the last call."""
+        ...
+
+    def close(self) -> None:
+        """Close the socket."""
+        ...
+
+
+class ConductorRounds:
+    """Unit 0's leader: it conducts, and takes part itself."""
+
+    def __init__(self, address: str, units: int) -> None:
+        self._units = units
+        self._conductor = Conductor(units)
+        self._begun: deque[int] = deque()
+        self._context = zmq.Context(io_threads=1)
+        self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(address)
+
+    def gather(self, timeout_ms: Millis) -> None:
+        """Wait until every other unit's leader has said that it is here."""
+        here: set[int] = set()
+        while len(here) < self._units - 1:
+            if not self.socket.poll(timeout_ms):
+                missing = [str(unit) for unit in range(1, self._units) if unit not in here]
+                raise EngineError(f"the leader of unit {', '.join(missing)} did not come within {timeout_ms} ms")
+            name, kind, _ = self.socket.recv_multipart()
+            if kind == _HERE:
+                here.add(int(name))
+        self._tell(_READY, 0)
+
+    def want(self) -> None:
+        """This unit has something to compute."""
+        self._go(self._conductor.want())
+
+    def over(self, number: int) -> None:
+        """This unit finished its part."""
+        self._go(self._conductor.over(0, number))
+
+    def begun(self) -> list[int]:
+        """Take what the others said; rounds that began since."""
+        while True:
+            try:
+                name, kind, number = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            if kind == _WANT:
+                self._go(self._conductor.want())
+            elif kind == _OVER:
+                self._go(self._conductor.over(int(name), int(number)))
+        begun = list(self._begun)
+        self._begun.clear()
+        return begun
+
+    def close(self) -> None:
+        """Close."""
+        self.socket.close(linger=0)
+        self._context.term()
+
+    def _go(self, number: int | None) -> None:
+        if number is not None:
+            self._begun.append(number)
+            self._tell(_BEGIN, number)
+
+    def _tell(self, kind: bytes, number: int) -> None:
+        for unit in range(1, self._units):
+            try:
+                self.socket.send_multipart([b"%d" % unit, kind, b"%d" % number], zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                raise EngineError(f"the leader of unit {unit} is gone: {error}") from error
+
+
+class UnitRounds:
+    """Any other unit's leader."""
+
+    def __init__(self, address: str, unit: int) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.IDENTITY, b"%d" % unit)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(address)
+
+    def gather(self, timeout_ms: Millis) -> None:
+        """Say that this unit is here, and wait for the conductor."""
+        self._say(_HERE)
+        if not self.socket.poll(timeout_ms):
+            raise EngineError(f"unit 0's leader did not gather the units within {timeout_ms} ms")
+        self.socket.recv_multipart()
+
+    def want(self) -> None:
+        """This unit has something to compute."""
+        self._say(_WANT)
+
+    def over(self, number: int) -> None:
+        """This unit finished its part."""
+        self._say(_OVER, number)
+
+    def begun(self) -> list[int]:
+        """Rounds that began since the last call."""
+        begun: list[int] = []
+        while True:
+            try:
+                kind, number = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return begun
+            if kind == _BEGIN:
+                begun.append(int(number))
+
+    def close(self) -> None:
+        """Close."""
+        self.socket.close(linger=0)
+        self._context.term()
+
+    def _say(self, kind: bytes, number: int = 0) -> None:
+        self.socket.send_multipart([kind, b"%d" % number], zmq.NOBLOCK)

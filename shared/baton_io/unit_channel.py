@@ -1,0 +1,268 @@
+"""The unit's log on the wire: the leader's ROUTER, and a DEALER of every other member.
+
+    member  Join ──►                                                    once, and again until it is answered
+            Done, Report, Nudge ──►                                     notes
+            ◄── Welcome, Entry …, Farewell                              every position of the log, in order
+
+Both ends are ours and on one host or one private network; frames are msgpack, checked by their codec, never pickle. A
+frame that cannot be queued means a member that does not read: the unit cannot go on without it.
+"""
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from baton_core import events
+from baton_core.errors import EngineError
+from baton_core.events import AgreedPoll, Input, PeerGone, PeerSaid
+from baton_core.limits import Millis
+from baton_core.plan import StepResult
+from baton_core.ranks import Member
+from baton_core.request import Incarnation
+from baton_core.unit_log import Done, LogEntry, Report
+from baton_io.codec import Codec, FrameError
+from baton_io.links import PAYLOADS
+
+HIGH_WATER_MARK = 65_536
+FRAME_BYTES_MAX = 256 * 1024 * 1024
+JOIN_PERIOD_MS: Millis = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """A member is here; the leader answers with `Welcome` once everybody is."""
+
+    member: Member
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """Everybody is here; the log begins."""
+
+    members: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Farewell:
+    """The log is complete: leave."""
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nudge:
+    """What this member sees of some transfer has changed: the leader should write an entry."""
+
+    member: Member
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Said:
+    """`PeerSaid` with its message as the link carries it: a union of classes has no plain msgpack form."""
+
+    peer: Incarnation
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """`LogEntry` with its inputs encoded one by one."""
+
+    position: int
+    now: Millis
+    inputs: tuple[bytes, ...]
+    results: tuple[StepResult, ...]
+    consensus: tuple[AgreedPoll, ...]
+    round: int | None
+
+
+_INPUTS = Codec(
+    {
+        1: events.Submit,
+        2: events.Abort,
+        3: events.AbortAll,
+        4: events.StopHere,
+        5: events.Resolved,
+        6: events.LookupFailed,
+        7: events.DrainBegan,
+        8: events.FlushCache,
+        9: PeerGone,
+        10: _Said,
+    }
+)
+_NOTES = Codec({1: Join, 2: Done, 3: Report, 4: Nudge})
+_LOG = Codec({1: _Entry, 2: Welcome, 3: Farewell})
+
+Note = Done | Report | Nudge
+
+
+class LeaderChannel:
+    """The leader's end. Not thread-safe: the driver's loop owns it."""
+
+    def __init__(self, address: str, members: int) -> None:
+        """Bind. Raises EngineError when the address cannot be had."""
+        self._members = members
+        self._position = 0
+        self._joined: set[Member] = set()
+        self._context = zmq.Context(io_threads=1)
+        self.socket = _socket(self._context, zmq.ROUTER)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            self.socket.bind(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise EngineError(f"the log of this unit cannot listen at {address}: {error}") from error
+
+    def gather(self, timeout_ms: Millis) -> None:
+        """Wait until every other member has joined. Raises EngineError naming who has not."""
+        poller = zmq.Poller()
+        poller.register(self.socket, zmq.POLLIN)
+        while len(self._joined) < self._members - 1:
+            if not poller.poll(timeout_ms):
+                missing = [str(one) for one in range(1, self._members) if one not in self._joined]
+                raise EngineError(f"member {', '.join(missing)} of this unit did not come within {timeout_ms} ms")
+            for note in self._receive():
+                if isinstance(note, Join):
+                    self._joined.add(note.member)
+        self._broadcast(_LOG.encode(Welcome(members=self._members)))
+
+    def send(self, entry: LogEntry) -> None:
+        """To every other member. Raises EngineError where one takes nothing any more."""
+        self._position = entry.position
+        self._broadcast(_LOG.encode(_packed(entry)))
+
+    def farewell(self) -> None:
+        """The log is complete; whoever is still there may leave. Never raises."""
+        frame = _LOG.encode(Farewell(position=self._position))
+        for member in range(1, self._members):
+            with contextlib.suppress(zmq.ZMQError):
+                self.socket.send_multipart([_identity(member), frame], zmq.NOBLOCK)
+
+    def receive(self) -> list[Note]:
+        """Every note that has come in."""
+        return [note for note in self._receive() if not isinstance(note, Join)]
+
+    def close(self) -> None:
+        """Close; what was not sent is dropped after a moment."""
+        self.socket.close(linger=200)
+        self._context.term()
+
+    def _receive(self) -> list[Note | Join]:
+        notes: list[Note | Join] = []
+        while True:
+            try:
+                _, frame = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return notes
+            notes.append(_decoded(_NOTES, frame))
+
+    def _broadcast(self, frame: bytes) -> None:
+        for member in range(1, self._members):
+            try:
+                self.socket.send_multipart([_identity(member), frame], zmq.NOBLOCK)
+            except zmq.ZMQError as error:  # Again: its queue is full; EHOSTUNREACH: it is gone
+                raise EngineError(f"member {member} of this unit does not take the log: {error}") from error
+
+
+class MemberChannel:
+    """Any other member's end."""
+
+    def __init__(self, address: str, member: Member) -> None:
+        self._member = member
+        self.over = False
+        """Whether the leader has said farewell."""
+        self._context = zmq.Context(io_threads=1)
+        self.socket = _socket(self._context, zmq.DEALER)
+        self.socket.setsockopt(zmq.IDENTITY, _identity(member))
+        self.socket.connect(address)
+
+    def gather(self, timeout_ms: Millis) -> None:
+        """Join, and wait until everybody has. Raises EngineError."""
+        self.note(Join(member=self._member))
+        if not self.socket.poll(timeout_ms):
+            raise EngineError(f"the leader of this unit did not begin its log within {timeout_ms} ms")
+        welcome = _decoded(_LOG, self.socket.recv())
+        if not isinstance(welcome, Welcome):
+            raise EngineError("the log of this unit began without a welcome")
+
+    def note(self, note: Note | Join) -> None:
+        """Tell the leader. Raises EngineError where it does not listen any more."""
+        try:
+            self.socket.send(_NOTES.encode(note), zmq.NOBLOCK)
+        except zmq.Again as error:
+            raise EngineError("the leader of this unit does not take notes any more") from error
+
+    def receive(self) -> list[LogEntry]:
+        """Every entry that has come in, in order."""
+        entries: list[LogEntry] = []
+        while True:
+            try:
+                frame = self.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return entries
+            packed = _decoded(_LOG, frame)
+            if isinstance(packed, _Entry):
+                entries.append(_unpacked(packed))
+            elif isinstance(packed, Farewell):
+                self.over = True
+
+    def close(self) -> None:
+        """Close; what was not sent is dropped after a moment."""
+        self.socket.close(linger=200)
+        self._context.term()
+
+
+def _packed(entry: LogEntry) -> _Entry:
+    return _Entry(
+        position=entry.position,
+        now=entry.now,
+        inputs=tuple(_INPUTS.encode(_plain(event)) for event in entry.inputs),
+        results=entry.results,
+        consensus=entry.consensus,
+        round=entry.round,
+    )
+
+
+def _unpacked(packed: _Entry) -> LogEntry:
+    return LogEntry(
+        position=packed.position,
+        now=packed.now,
+        inputs=tuple(_event(_decoded(_INPUTS, raw)) for raw in packed.inputs),
+        results=packed.results,
+        consensus=packed.consensus,
+        round=packed.round,
+    )
+
+
+def _plain(event: Input) -> object:
+    return _Said(peer=event.peer, payload=PAYLOADS.encode(event.message)) if isinstance(event, PeerSaid) else event
+
+
+def _event(plain: object) -> Input:
+    if isinstance(plain, _Said):
+        return PeerSaid(peer=plain.peer, message=_decoded(PAYLOADS, plain.payload))
+    return plain  # type: ignore[return-value]  # the codec makes nothing but inputs
+
+
+def _decoded(codec: Codec, frame: bytes) -> Any:
+    """What is in a frame of a sibling. Raises EngineError: siblings run the same code, so this unit is at fault."""
+    try:
+        return codec.decode(frame)
+    except FrameError as error:
+        raise EngineError(f"a sibling sent what this rank cannot read: {error}") from error
+
+
+def _identity(member: Member) -> bytes:
+    return b"member %d" % member
+
+
+def _socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int) -> "zmq.Socket[bytes]":
+    socket: zmq.Socket[bytes] = context.socket(kind)
+    socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.IPV6, 1)
+    return socket

@@ -1,0 +1,132 @@
+"""The unit's log over real sockets: every entry arrives in order, as it was, and so does every note."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zmq
+
+from baton_core.errors import EngineError, Reason, Verdict
+from baton_core.events import Abort, AgreedPoll, PeerGone, PeerSaid, Submit
+from baton_core.messages import MetadataRow, NotYet
+from baton_core.plan import SequenceResult, StepResult
+from baton_core.request import Request, Sampling, TokenLogprob
+from baton_core.unit_log import Done, LogEntry, Report
+from baton_io.rounds_channel import ConductorRounds, UnitRounds
+from baton_io.unit_channel import LeaderChannel, MemberChannel, Nudge
+
+GATHER_MS = 10_000
+GONE = Verdict(reason=Reason.CLIENT_GONE, text="the client left")
+LOGPROB = TokenLogprob(token=4, logprob=-0.25, top=((4, -0.25), (9, -1.5)))
+POLL = AgreedPoll(
+    rid="a",
+    attempt=2,
+    poll=4,
+    writers_stopped=True,
+    reason=Reason.DEADLINE,
+    rank=1,
+    text="late",
+    progress=3,
+    row=MetadataRow(room=2**63 - 1, attempt=2, first_token=4, logprob=LOGPROB),
+    row_index=0,
+)
+ENTRY = LogEntry(
+    position=1,
+    now=1_000,
+    inputs=(
+        Submit(request=Request(rid="a", prompt=(1, 2, 3), sampling=Sampling(seed=2**64 - 1))),
+        Abort(rid="b", verdict=GONE),
+        PeerSaid(peer="w/0.0", message=NotYet(room=5, attempt=1)),
+        PeerGone(peer="w/0.0", verdict=GONE),
+    ),
+    results=(StepResult(step=7, results=(SequenceResult(rid="a", token=4, logprob=LOGPROB),)),),
+    consensus=(POLL,),
+    round=3,
+)
+
+
+def gathered(tmp_path: Path) -> tuple[LeaderChannel, MemberChannel]:
+    address = f"ipc://{tmp_path}/log"
+    leader, member = LeaderChannel(address, 2), MemberChannel(address, 1)
+    joining = threading.Thread(target=member.gather, args=(GATHER_MS,))
+    joining.start()
+    leader.gather(GATHER_MS)
+    joining.join()
+    return leader, member
+
+
+def received(socket: "zmq.Socket[bytes]", take: Callable[[], list[object]], count: int) -> list[object]:
+    got: list[object] = []
+    while len(got) < count:
+        assert socket.poll(GATHER_MS), f"only {got}"
+        got += take()
+    return got
+
+
+def test_entries_arrive_in_order_and_as_they_were_written(tmp_path: Path) -> None:
+    leader, member = gathered(tmp_path)
+    later = LogEntry(position=2, now=1_001)
+    leader.send(ENTRY)
+    leader.send(later)
+    assert received(member.socket, lambda: list(member.receive()), 2) == [ENTRY, later]
+    member.close()
+    leader.close()
+
+
+def test_notes_arrive_in_order_and_as_they_were_written(tmp_path: Path) -> None:
+    leader, member = gathered(tmp_path)
+    notes = [
+        Nudge(member=1),
+        Done(member=1, step=7, result=StepResult(step=7, results=())),
+        Report(stage=1, position=64, polls=(POLL,), digest=2**62 - 1),
+    ]
+    for note in notes:
+        member.note(note)  # type: ignore[arg-type]
+    assert received(leader.socket, lambda: list(leader.receive()), 3) == notes
+    member.close()
+    leader.close()
+
+
+def test_a_member_that_does_not_come_is_named(tmp_path: Path) -> None:
+    leader = LeaderChannel(f"ipc://{tmp_path}/log", 3)
+    with pytest.raises(EngineError, match="member 1, 2 of this unit did not come"):
+        leader.gather(50)
+    leader.close()
+    lonely = MemberChannel(f"ipc://{tmp_path}/nobody", 1)
+    with pytest.raises(EngineError, match="did not begin its log within 50 ms"):
+        lonely.gather(50)
+    lonely.close()
+
+
+def test_a_member_that_is_gone_ends_the_unit(tmp_path: Path) -> None:
+    leader, member = gathered(tmp_path)
+    member.close()
+
+    def write_on() -> None:
+        for position in range(1, 1_000):
+            leader.send(LogEntry(position=position, now=0))
+            leader.socket.poll(10)
+
+    with pytest.raises(EngineError, match="member 1 of this unit does not take the log"):
+        write_on()
+    leader.close()
+
+
+def test_units_begin_rounds_together(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/rounds"
+    conductor, other = ConductorRounds(address, 2), UnitRounds(address, 1)
+    joining = threading.Thread(target=other.gather, args=(GATHER_MS,))
+    joining.start()
+    conductor.gather(GATHER_MS)
+    joining.join()
+    other.want()
+    assert received(conductor.socket, lambda: list(conductor.begun()), 1) == [1]
+    assert received(other.socket, lambda: list(other.begun()), 1) == [1]
+    conductor.want()
+    conductor.over(1)
+    other.over(1)
+    assert received(conductor.socket, lambda: list(conductor.begun()), 1) == [2]
+    assert received(other.socket, lambda: list(other.begun()), 1) == [2]
+    other.close()
+    conductor.close()
