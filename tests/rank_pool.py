@@ -24,6 +24,7 @@ from baton_core.ranks import Parallel
 from baton_core.request import Sampling
 from baton_engine.groups import TensorGroups, join
 from baton_engine.loading import Engine, load_engine
+from baton_engine.roll_call import GroupLost
 
 PAGE_TOKENS = 4
 KV_TOKENS = 1_024
@@ -141,10 +142,9 @@ def load_rank(
 def computed(
     rank: int, parallel: Parallel, rendezvous: str, path: str, dtype: str, rounds: Rounds, device: str = "cpu"
 ) -> tuple[list[StepResult], UnitLayout, torch.Tensor]:
-    """The results of this rank's unit, its layout, and what the pool holds afterwards; on CUDA every rank has a device."""
-    own_device = device if device == "cpu" else f"{device}:{rank}"
-    with joined(rank, parallel, rendezvous, own_device) as groups:
-        engine = load_rank(path, dtype, parallel, rank, groups, own_device)
+    """The results of this rank's unit, its layout, and what the pool holds afterwards."""
+    with joined(rank, parallel, rendezvous, device) as groups:
+        engine = load_rank(path, dtype, parallel, rank, groups, device)
         results = []
         for plans in rounds:
             plan = plans[groups.place.dp_rank]
@@ -174,6 +174,23 @@ def poisoned(rank: int, parallel: Parallel, rendezvous: str, path: str, plans: l
         baton_engine.logprobs.BLOCK_ROWS = rows
 
 
+def broken(rank: int, parallel: Parallel, rendezvous: str, path: str, plan: StepPlan, where: int) -> StepResult:
+    """Run `plan` with a layer that fails on rank `where`."""
+    with joined(rank, parallel, rendezvous) as groups:
+        engine = load_rank(path, "float32", parallel, rank, groups)
+        if rank == where:
+            layers = engine.runner._model._layers
+            layers[1] = replace(layers[1], down=_out_of_memory)
+        try:
+            return engine.runner.run(plan)
+        finally:
+            engine.close()
+
+
+def _out_of_memory(values: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("the device is out of memory")
+
+
 def refused(rank: int, parallel: Parallel, rendezvous: str, path: str) -> None:
     """Load a model that cannot be shared like that."""
     with joined(rank, parallel, rendezvous) as groups:
@@ -198,6 +215,7 @@ def left(rank: int, parallel: Parallel, rendezvous: str, leaver: int) -> int:
     """Take part in sums until the rank `leaver` has left after the first one; how many there were."""
     with joined(rank, parallel, rendezvous) as groups:
         groups.tp.sum(torch.ones(3))
+        groups.meet("after one")  # a connection that closes may take with it what was not read yet
         if rank == leaver:
             return 1
         groups.tp.sum(torch.ones(3))
@@ -222,6 +240,9 @@ def everything_grouped(rank: int, parallel: Parallel, rendezvous: str) -> dict[s
         total = torch.tensor([rank], dtype=torch.bfloat16)
         groups.ffn.sum(total)
         answer["sum"] = total.tolist()
+        large = torch.randn(40_003, generator=torch.Generator().manual_seed(rank))
+        groups.control_unit.sum(large)
+        answer["large"] = large
         if groups.stages.size > 1:
             passed = torch.tensor([float(rank)])
             for _ in range(5):
@@ -232,6 +253,18 @@ def everything_grouped(rank: int, parallel: Parallel, rendezvous: str) -> dict[s
             answer["passed"] = passed.tolist()
         groups.meet("the end")
         return answer
+
+
+def agreed(rank: int, parallel: Parallel, rendezvous: str, counts: tuple[int, ...]) -> list[Any]:
+    """Agreements over so many values each; then one to which every rank brings another number of them."""
+    with joined(rank, parallel, rendezvous) as groups:
+        stage = groups.control_stage
+        answers = [stage.all_reduce_min([rank * (-1) ** index for index in range(count)]) for count in counts]
+        try:
+            stage.all_reduce_min([0] * (2 + 600 * rank))
+        except GroupLost as error:
+            return [*answers, str(error)]
+        return answers
 
 
 def started(rank: int, parallel: Parallel, rendezvous: str, start_ms: int) -> None:

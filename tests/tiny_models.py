@@ -1,5 +1,6 @@
 """Tiny random decoders for engine tests: exact oracles that need no file, and a small scheduler to drive them."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from baton_core.request import Sampling
 from baton_engine.attention import layer_views
 from baton_engine.kv_pool import KVPool, PoolShape
 from baton_engine.llama import LlamaModel
-from baton_engine.model_config import ModelConfig
+from baton_engine.model_config import ModelConfig, SlidingWindow
 from baton_engine.step_batch import BatchBuilder
 
 PAGE_TOKENS = 4
@@ -66,8 +67,18 @@ def config_of(model: PreTrainedModel) -> ModelConfig:
 class TinyEngine:
     """Our decoder with an oracle's weights, and a pool."""
 
-    def __init__(self, model: PreTrainedModel, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        window: int | None = None,
+    ) -> None:
         self.config = config_of(model)
+        if window is not None:
+            every = frozenset(range(self.config.layers))
+            self.config = replace(self.config, sliding_window=SlidingWindow(tokens=window, layers=every))
         state = {name: weight.detach().clone().to(dtype) for name, weight in model.state_dict().items()}
         if self.config.tied_embeddings:
             state.pop("lm_head.weight", None)

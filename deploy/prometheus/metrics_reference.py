@@ -114,7 +114,7 @@ ENTRIES: tuple[Entry, ...] = (
     _of("workers", "live_requests", "gauge", "dp_rank", "Requests that the scheduler holds, of any kind."),
     _of("workers", "queue_requests", "gauge", "queue dp_rank", "Requests in each phase of their life "
         "(`baton_core/prefill/phases.py`, `decode/phases.py`)."),
-    _of("workers", "poll_state_requests", "gauge", "state dp_rank", "Requests by `KVPoll`, the agreed state of their "
+    _of("workers", "poll_state_requests", "gauge", "queue state dp_rank", "Requests by `KVPoll`, the agreed state of their "
         "handoff."),
     _of("workers", "handoff_stage_seconds", "histogram", "stage dp_rank", "How long a request stayed in a phase, when it "
         "left it. Each stage is measured by the worker that owns it; stages do not overlap."),

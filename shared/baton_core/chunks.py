@@ -1,4 +1,7 @@
-"""A chunk of a prompt as a slice of a step, and what comes back from it: the same for prefill and colocated decode."""
+"""A chunk of a prompt as a slice of a step, and what comes back from it: the same for prefill and colocated decode.
+
+A request that was retracted without a backup computes its answer so far along with its prompt, and draws the next token.
+"""
 
 from baton_core.machine import Handoff
 from baton_core.plan import SequenceResult, SequenceSlice
@@ -6,22 +9,22 @@ from baton_core.request import TokenLogprob
 
 
 def prompt_chunk(req: Handoff, tokens: int) -> SequenceSlice:
-    """The next `tokens` tokens of the prompt, with the scoring that the client asked for; the request is in the step.
+    """The next `tokens` tokens that are known, with the scoring that the client asked for; the request is in the step.
 
     They may follow tokens that an earlier plan still computes: plans are computed in order.
     """
-    prompt = req.request.prompt
     start, end = req.planned, req.planned + tokens
     score_from, score = _scoring(req, start, end)
     req.planned = end
     req.in_step += 1
     return SequenceSlice(
         rid=req.rid,
-        tokens=prompt[start:end],
+        tokens=req.known_tokens(start, end),
         start=start,
         pages=req.pages,
-        sample=end == len(prompt),
+        sample=end == req.known,
         sampling=req.request.sampling,
+        output_index=len(req.outputs),
         score_from=score_from,
         score=score,
     )
@@ -30,7 +33,7 @@ def prompt_chunk(req: Handoff, tokens: int) -> SequenceSlice:
 def take_chunk(req: Handoff, piece: SequenceSlice, result: SequenceResult | None) -> None:
     """The chunk is computed: note its scores and, at the end of the prompt, the first token. Mutates `req`."""
     req.computed += len(piece.tokens)
-    if piece.start == 0 and req.request.sampling.prompt_logprobs_from == 0:
+    if piece.start == 0 and not req.outputs and req.request.sampling.prompt_logprobs_from == 0:
         req.prompt_logprobs.append(TokenLogprob(token=req.request.prompt[0], logprob=None))
     if result is not None:
         req.prompt_logprobs += result.scored
@@ -47,7 +50,7 @@ def take_token(req: Handoff, result: SequenceResult) -> None:
 def scored_from(req: Handoff) -> int:
     """First position whose logits must be computed for the client's prompt logprobs; the prompt's length if none are."""
     start = req.request.sampling.prompt_logprobs_from
-    return len(req.request.prompt) if start is None else max(start, 1) - 1
+    return len(req.request.prompt) if start is None or req.outputs else max(start, 1) - 1
 
 
 def _scoring(req: Handoff, start: int, end: int) -> tuple[int, tuple[int, ...]]:

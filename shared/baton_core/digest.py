@@ -19,6 +19,8 @@ def numbers_of_ledger(ledger: Ledger) -> list[int]:
     numbers += (pool.free, pool.trace.digest())
     if rows is not None:
         numbers += (rows.free, rows.trace.digest())
+    if ledger.slots.total:
+        numbers += (ledger.slots.free, ledger.slots.trace.digest(), ledger.copies_begun, len(ledger.copies))
     if cache is not None:
         numbers += (cache.pages, cache.locked, cache.hit_tokens, cache.asked_tokens, cache.trace.digest())
     for reason in sorted(ledger.rejections):
@@ -60,6 +62,10 @@ def _numbers_of(one: Handoff) -> tuple[int, ...]:
         one.answered,
         one.fenced,
         one.is_retracted,
+        one.retractions,
+        one.overtaken,
+        one.copy,
+        len(one.slots),
         len(one.outputs),
         one.outputs[-1] if one.outputs else -1,
         len(one.shared),

@@ -122,6 +122,30 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Backup:
+    """Decode: copy these pages to the host, page by page, into these slots. Every rank copies its own share.
+
+    Copies are numbered from 1 and made in that order. The end is an observation of this rank (`ledger.copy_watch`), with
+    `writers_stopped`: until it is agreed, pages and slots belong to the copy.
+    """
+
+    rid: RequestId
+    copy: int
+    pages: tuple[PageId, ...]
+    slots: tuple[PageId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restore:
+    """Decode: copy these slots back into these pages; otherwise as `Backup`."""
+
+    rid: RequestId
+    copy: int
+    slots: tuple[PageId, ...]
+    pages: tuple[PageId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
     """A request changed its phase: one log line, one metric."""
 
@@ -133,4 +157,19 @@ class Moved:
     text: str = ""
 
 
-Effect = Emit | Tell | LookUp | RegisterRank | Connect | Expect | Offer | Push | Revoke | Fence | Forget | Moved
+Effect = (
+    Emit
+    | Tell
+    | LookUp
+    | RegisterRank
+    | Connect
+    | Expect
+    | Offer
+    | Push
+    | Revoke
+    | Fence
+    | Forget
+    | Backup
+    | Restore
+    | Moved
+)

@@ -5,6 +5,7 @@ never sees anything that one rank alone saw.
 """
 
 from dataclasses import dataclass
+from enum import Enum
 
 from baton_core.errors import Reason, Verdict
 from baton_core.messages import MetadataRow, RoomMessage
@@ -108,6 +109,26 @@ class FlushCache:
     """Return every cached page that nobody uses to the pool."""
 
 
+class PauseMode(Enum):
+    """What becomes of running requests when generation is paused. The values are SGLang's."""
+
+    ABORT = "abort"  # they end
+    IN_PLACE = "in_place"  # they keep their KV cache, and go on where they are
+    RETRACT = "retract"  # they give it back, and compute it anew (the model's weights may have changed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause:
+    """Compute nothing from now on. Agreement, deadlines, transfers and answers go on; so do steps under way."""
+
+    mode: PauseMode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continue:
+    """Compute again."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreedPoll:
     """What all ranks of the unit agree on about one handoff: the minimum of what each saw.
@@ -154,5 +175,18 @@ class Observed:
     uncovered: tuple[LocalPoll, ...] = ()
 
 
-Input = Submit | Abort | AbortAll | StopHere | Resolved | LookupFailed | PeerSaid | PeerGone | DrainBegan | FlushCache
+Input = (
+    Submit
+    | Abort
+    | AbortAll
+    | StopHere
+    | Resolved
+    | LookupFailed
+    | PeerSaid
+    | PeerGone
+    | DrainBegan
+    | FlushCache
+    | Pause
+    | Continue
+)
 Event = Input | Observed

@@ -183,7 +183,8 @@ class Plan:
 
     def __init__(self, source: Layout, target: Layout, *, speaks: bool, cp: int, cp_rank: int) -> None:
         self._source, self._target = source, target
-        self._cp, self._cp_rank = cp, cp_rank
+        self.turns, self._cp_rank = cp, cp_rank
+        """Every how many source pages this writer sends one."""
         tokens = math.lcm(source.page_tokens, target.page_tokens)
         self._source_pages, self._target_pages = tokens // source.page_tokens, tokens // target.page_tokens
         self._layers = range(max(source.first_layer, target.first_layer), min(source.end_layer, target.end_layer))
@@ -223,7 +224,7 @@ class Plan:
         if not self.token_bytes:
             return []
         source_pages, target_pages = self._source_pages, self._target_pages
-        own = ordinals if self._cp == 1 else [one for one in ordinals if one % self._cp == self._cp_rank]
+        own = ordinals if self.turns == 1 else [one for one in ordinals if one % self.turns == self._cp_rank]
         if source_pages == 1:
             return [(ordinal, 0, ordinal * target_pages) for ordinal in own]
         return [(one, one % source_pages, one // source_pages * target_pages) for one in own]
@@ -232,8 +233,8 @@ class Plan:
         """Bytes of all pieces of a prompt."""
         source_size, target_size = self._source.page_tokens, self._target.page_tokens
         source_pages, target_pages = self.source_pages(prompt_tokens), -(-prompt_tokens // target_size)
-        tokens = len(range(self._cp_rank, source_pages, self._cp)) * source_size
-        if tokens and (source_pages - 1) % self._cp == self._cp_rank:
+        tokens = len(range(self._cp_rank, source_pages, self.turns)) * source_size
+        if tokens and (source_pages - 1) % self.turns == self._cp_rank:
             # The last source page may reach beyond the last target page.
             tokens -= max(0, source_pages * source_size - target_pages * target_size)
         return tokens * self.token_bytes
@@ -243,9 +244,9 @@ class Plan:
         return -(-prompt_tokens // self._source.page_tokens)
 
     @property
-    def turns(self) -> int:
-        """Every how many source pages this rank sends one."""
-        return self._cp
+    def is_one_run(self) -> bool:
+        """Whether a source page is sent as a single run."""
+        return self.token_bytes > 0 and len(self._runs.get(0) or self._of_page(0)) == 1
 
     @property
     def source_page_bytes(self) -> int:
@@ -257,7 +258,7 @@ class Plan:
 
         Only for less than all that is owed.
         """
-        return self._cp_rank + sent_bytes // self.source_page_bytes * self._cp
+        return self._cp_rank + sent_bytes // self.source_page_bytes * self.turns
 
     def _of_page(self, number: int) -> tuple[Run, ...]:
         """The runs of source page `number` of a period, neighbours joined, in order of target page and offset."""

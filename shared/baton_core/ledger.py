@@ -8,8 +8,8 @@ handled. `PrefillCore` and `DecodeCore` are built on it; they decide, it keeps t
 from collections.abc import Callable, Iterable
 
 from baton_core.admission import is_unadmitted_reject
-from baton_core.agreement import Watch
-from baton_core.effects import Effect, Emit, Fence, Forget, Revoke, Tell
+from baton_core.agreement import KVPoll, Watch
+from baton_core.effects import Backup, Effect, Emit, Fence, Forget, Restore, Revoke, Tell
 from baton_core.errors import Reason, Verdict
 from baton_core.events import AgreedPoll
 from baton_core.limits import Limits, Millis
@@ -24,17 +24,23 @@ from baton_core.rooms import RoomTable
 class Ledger:
     """Books of one side of one unit. Mutated by every method; `take_effects` hands over what they asked for."""
 
-    def __init__(self, table: PhaseTable, limits: Limits, pool: PagePool, rows: PagePool | None) -> None:
+    def __init__(
+        self, table: PhaseTable, limits: Limits, pool: PagePool, rows: PagePool | None, slots: PagePool | None = None
+    ) -> None:
         self.table = table
         self.limits = limits
         self.pool = pool
         self.rows = rows
+        self.slots = slots or PagePool(0)  # pages of the host, for backups
         self.cache: PrefixCache | None = None
         self.rooms = RoomTable(limits)
         self.live: dict[RequestId, Handoff] = {}
         # Attempts that the transfer backend knows, the oldest first. A room may be used again while its old life is still
         # being revoked.
         self.transfers: dict[tuple[Room, int], Watch] = {}
+        # Copies between pool and host that are not known to be complete everywhere, by number.
+        self.copies: dict[int, Watch] = {}
+        self.copies_begun = 0
         self.arrivals = 0
         self.draining = False
         self.effects: list[Effect] = []
@@ -187,6 +193,69 @@ class Ledger:
         del self.transfers[handoff.room, handoff.attempt]
         self.effects.append(Forget(room=handoff.room, attempt=handoff.attempt))
 
+    @property
+    def watched(self) -> list[Watch]:
+        """What must be observed and agreed: transfers and copies, each in the order in which they began."""
+        return [*self.transfers.values(), *self.copies.values()]
+
+    def back_up(self, handoff: Handoff, pages: int) -> bool:
+        """Begin to copy its first pages to the host. False, and nothing done, if there is no room."""
+        slots = self.slots.allocate(pages)
+        if slots is None:
+            return False
+        handoff.slots = slots
+        copy = self._copy_begins(handoff)
+        self.effects.append(Backup(rid=handoff.rid, copy=copy, pages=handoff.pages[:pages], slots=slots))
+        return True
+
+    def restore(self, handoff: Handoff) -> None:
+        """Begin to copy its backup into the first of its pages."""
+        copy, pages = self._copy_begins(handoff), handoff.pages[: len(handoff.slots)]
+        self.effects.append(Restore(rid=handoff.rid, copy=copy, slots=handoff.slots, pages=pages))
+
+    def _copy_begins(self, handoff: Handoff) -> int:
+        assert not handoff.copy and not handoff.in_step and not handoff.opened
+        self.copies_begun += 1
+        handoff.copy = self.copies_begun
+        self.copies[handoff.copy] = copy_watch(handoff)
+        return handoff.copy
+
+    def copied(self, polls: Iterable[AgreedPoll]) -> list[tuple[Handoff, bool]]:
+        """Copies that are over on every rank: requests that go on, and whether the copy is good everywhere.
+
+        Requests that ended meanwhile give back what they hold.
+        """
+        found = []
+        for poll in polls:
+            watch = self.copies.get(copy_of(poll))
+            if watch is None or not poll.writers_stopped:
+                continue
+            del self.copies[copy_of(poll)]
+            handoff = self.live[watch.rid]
+            handoff.copy = 0
+            if handoff.phase is Phase.REVOKING:
+                self._release_if_quiet(handoff)
+            else:
+                found.append((handoff, poll.poll != KVPoll.Failed))
+        return found
+
+    def give_up_pages(self, handoff: Handoff) -> None:
+        """A retracted request returns its pages: no transfer, step or copy has them in hand."""
+        assert not handoff.opened and not handoff.in_step and not handoff.copy
+        self.pool.release(self._pages_to_free(handoff))
+        handoff.pages = handoff.shared = ()
+
+    def give_up_slots(self, handoff: Handoff) -> None:
+        """Its backup is of no use any more."""
+        assert not handoff.copy
+        self.slots.release(handoff.slots)
+        handoff.slots = ()
+
+    @property
+    def spare(self) -> int:
+        """Pages that may be allocated."""
+        return self.pool.free + (0 if self.cache is None else self.cache.pages - self.cache.locked)
+
     def allocate(self, pages: int) -> tuple[PageId, ...] | None:
         """Pages from the pool, at the expense of cached ones that nobody uses; None, and none lost, if they do not do."""
         missing = pages - self.pool.free
@@ -246,7 +315,7 @@ class Ledger:
         self.on_leave(handoff)
         if handoff.opened and not handoff.revoked_here:
             self.effects.append(Revoke(room=handoff.room, attempt=handoff.attempt))
-        if handoff.opened or handoff.in_step:
+        if handoff.opened or handoff.in_step or handoff.copy:
             deadline = now + self.limits.revoking_ms if handoff.opened else None
             move(handoff, Phase.REVOKING, self.effects, stage_deadline_at=deadline, verdict=verdict)
             handoff.deadline_at = max(handoff.deadline_at, now + self.limits.revoking_ms)
@@ -254,13 +323,13 @@ class Ledger:
             self._leave(handoff, end, verdict)
 
     def _release_if_quiet(self, handoff: Handoff) -> None:
-        if handoff.opened or handoff.in_step:
+        if handoff.opened or handoff.in_step or handoff.copy:
             return
         self._leave(handoff, Phase.FAILED if handoff.to_finish is not None else Phase.DONE, handoff.to_finish)
 
     def _leave(self, handoff: Handoff, end: Phase, verdict: Verdict | None) -> None:
-        self.pool.release(self._pages_to_free(handoff))
-        handoff.pages = handoff.shared = ()
+        self.give_up_pages(handoff)
+        self.give_up_slots(handoff)
         self.free_row(handoff)
         move(handoff, end, self.effects, verdict=verdict)
         del self.live[handoff.rid]
@@ -271,13 +340,23 @@ class Ledger:
             return list(handoff.pages)
         own = handoff.pages[len(handoff.shared) :]
         trusted = handoff.to_finish is None or handoff.to_finish.reason is not Reason.DEVICE_FAULT
-        computed = handoff.computed // self.cache.page_tokens if trusted else 0
+        computed = min(handoff.computed, len(handoff.request.prompt)) // self.cache.page_tokens if trusted else 0
         whole = max(computed, len(handoff.shared))
         tokens = handoff.request.prompt[: whole * self.cache.page_tokens]
         left = self.cache.insert(tokens, handoff.pages[:whole]) + list(handoff.pages[whole:])
         self.cache.unlock(handoff.shared)
         assert len(left) <= len(own)
         return left
+
+
+def copy_watch(handoff: Handoff) -> Watch:
+    """How a copy is named among observations: by a negative attempt, which no transfer has."""
+    return Watch(rid=handoff.rid, room=0, attempt=-handoff.copy, host="", serial=handoff.serial)
+
+
+def copy_of(one: Watch | AgreedPoll) -> int:
+    """The number of the copy that is observed; 0 where it is a transfer."""
+    return max(0, -one.attempt)
 
 
 def is_fake(handoff: Handoff) -> bool:

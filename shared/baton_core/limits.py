@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, fields
 Millis = int
 
 
-def limit(default: int, help: str) -> int:
+def limit(default: int, help: str, *, least: int = 1) -> int:
     """A limit with its default, and what `--help` says of it."""
-    value: int = field(default=default, metadata={"help": help})
+    value: int = field(default=default, metadata={"help": help, "least": least})
     return value
 
 
@@ -19,7 +19,7 @@ def limit(default: int, help: str) -> int:
 class Limits:
     """Limits of one worker; each field is a flag of the same name (`--lookup-ms`).
 
-    Raises ValueError at construction when a value is not positive.
+    Raises ValueError at construction when a value is not positive (or, where nothing is a limit too, negative).
     """
 
     # -- deadlines of a request (reached: the request fails, `Reason.DEADLINE`, the stage is named)
@@ -53,6 +53,11 @@ class Limits:
     running_max: int = limit(64, "sequences in one decode batch")
     metadata_rows: int = limit(256, "handoffs in flight on one decode rank")
     chunk_tokens: int = limit(512, "prompt tokens computed in one step")
+    # -- memory of decode
+    backup_pages: int = limit(512, "KV pages of retracted requests kept on the host; others are recomputed", least=0)
+    overtakings_max: int = limit(16, "requests that pass one that waits for KV pages; then it stands first")
+    answer_share_start_percent: int = limit(70, "share of the longest answer that decode counts on at first")
+    answer_share_floor_percent: int = limit(10, "least share of the longest answer that decode counts on")
     # -- bodies (reached: 400, or 413 for bytes)
     body_bytes_max: int = limit(16 * 1024 * 1024, "request body; a larger one gets 413")
     stop_strings_max: int = limit(64, "stop strings of one request")
@@ -62,8 +67,9 @@ class Limits:
     def __post_init__(self) -> None:
         for one in fields(self):
             value = getattr(self, one.name)
-            if not isinstance(value, int) or value <= 0:
-                raise ValueError(f"limit {one.name} must be a positive integer, not {value!r}")
+            if not isinstance(value, int) or value < one.metadata["least"]:
+                kind = "a positive" if one.metadata["least"] else "no negative"
+                raise ValueError(f"limit {one.name} must be {kind} integer, not {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

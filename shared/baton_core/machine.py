@@ -33,9 +33,13 @@ class Phase(Enum):
     TRANSFERRING = "transferring"  # pages are ordered
     ARRIVED = "arrived"  # KV cache and first token are here: waits for a place in the batch
     RUNNING = "running"
+    # decode, where its pool is too small for all that run
+    BACKING_UP = "backing_up"  # retracted: its pages are copied to the host
+    RETRACTED = "retracted"  # waits for pages, its KV cache on the host or to be computed anew
+    RESTORING = "restoring"  # has pages again, and its KV cache is copied back
     # decode alone (colocated)
     LOCAL = "local"  # waits for pages to compute its own prompt
-    COMPUTING = "computing"  # its prompt is computed here
+    COMPUTING = "computing"  # its prompt (and what it answered before it was retracted) is computed here
     # both
     INTAKE = "intake"  # at the door
     REVOKING = "revoking"  # failed or aborted; somebody may still read or write its pages
@@ -76,9 +80,11 @@ class Handoff:
     shared: tuple[Node, ...] = ()  # the first of `pages`, which the prefix cache owns and this request has locked
     row: int | None = None
     opened: bool = False  # the transfer backend knows this attempt: Offer or Expect was performed
+    slots: tuple[PageId, ...] = ()  # of the host: a copy of its pages, in their order
+    copy: int = 0  # number of the copy to or from `slots` that is under way
     in_step: int = 0  # running plans that name it
-    planned: int = 0  # prompt tokens that running plans compute, or that are computed
-    computed: int = 0  # prompt tokens whose KV is in `pages`
+    planned: int = 0  # tokens of the prompt (or of `known`) that running plans compute, or that are computed
+    computed: int = 0  # likewise: whose KV is in `pages`
     pushed: int = 0  # pages handed to the transfer backend (prefill)
     progress: int = 0
     outputs: list[int] = field(default_factory=list)
@@ -89,6 +95,8 @@ class Handoff:
     answered: bool = False
     fenced: bool = False
     is_retracted: bool = False
+    retractions: int = 0
+    overtaken: int = 0  # requests that got pages before it while it waited for more than there were
     # This pipeline stage alone has stopped its part of the transfer (S1): the one field in which stages may differ.
     revoked_here: bool = False
 
@@ -101,6 +109,19 @@ class Handoff:
     def room(self) -> Room:
         """The request's room, 0 where it has none."""
         return self.request.room
+
+    @property
+    def known(self) -> int:
+        """Tokens of the prompt and of the answer so far."""
+        return len(self.request.prompt) + len(self.outputs)
+
+    def known_tokens(self, start: int, end: int) -> tuple[int, ...]:
+        """Those from position `start` to before `end`."""
+        prompt = self.request.prompt
+        if end <= len(prompt):
+            return prompt[start:end]
+        drawn = self.outputs[max(0, start - len(prompt)) : end - len(prompt)]
+        return (*prompt[start:], *drawn)
 
     @property
     def conclude_state(self) -> KVPoll:
@@ -124,7 +145,12 @@ class Handoff:
 
     def owned(self) -> tuple[str, ...]:
         """What this request holds, by name: the one list that admission and release go by."""
-        held = (("pages", bool(self.pages)), ("row", self.row is not None), ("transfer", self.opened))
+        held = (
+            ("pages", bool(self.pages)),
+            ("row", self.row is not None),
+            ("transfer", self.opened),
+            ("host backup", bool(self.slots)),
+        )
         return tuple(name for name, holds in held if holds)
 
 

@@ -23,6 +23,7 @@ class PagePool:
         self._free: deque[PageId] = deque(range(total))
         self._held = bytearray(total)
         self.trace = Trace()
+        self.returned = 0  # pages that came back, ever: who waits for pages need look again only when this grows
 
     @property
     def free(self) -> int:
@@ -46,6 +47,7 @@ class PagePool:
             assert self._held[page], f"page {page} freed twice"
             self._held[page] = 0
             self._free.append(page)
+        self.returned += len(returned)
         self.trace.note("release", *returned)
 
     def holds(self, page: PageId) -> bool:

@@ -110,6 +110,7 @@ class Request:
     sampling: Sampling
     bootstrap: Bootstrap | None = None
     budget_ms: Millis = 600_000
+    priority: int = 0  # greater is served first, and may take the pages of a lesser one (decode)
     rejected: Verdict | None = None
 
     def __post_init__(self) -> None:

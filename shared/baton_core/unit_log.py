@@ -234,6 +234,7 @@ class Replica:
         while (plan := core.plan()) is not None:
             site.perform(core.take_effects(), entry.now)
             site.start(plan)
+        site.perform(core.take_effects(), entry.now)  # requests may give way though there is nothing to compute
 
     def _account(self, entry: LogEntry) -> Applying:
         """Compare states now and then, and with pp > 1 tell the leader what this stage sees."""

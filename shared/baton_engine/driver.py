@@ -207,7 +207,7 @@ class _Loop:
     def _snapshot(self, now: Millis) -> None:
         if now >= self._snapshot_at:
             self._snapshot_at = now + SNAPSHOT_MS
-            self._performer.say(self._gauges.snapshot(self._core if self._place.leads else None, self._links))
+            self._performer.say(self._gauges.snapshot(self._core, self._links))
 
 
 class LeaderLoop(_Loop):

@@ -2,9 +2,9 @@
 
 from collections import Counter, deque
 
-from baton_core.agreement import KVPoll
 from baton_core.decode.core import DecodeCore
 from baton_core.effects import Moved
+from baton_core.ledger import Ledger
 from baton_core.limits import Millis
 from baton_core.machine import Phase
 from baton_core.plan import StepPlan
@@ -60,17 +60,17 @@ class Gauges:
             if effect.source != Phase.REVOKING.value:
                 self._counters[f"failures_total{{reason={effect.reason.name.lower()}}}"] += 1
 
-    def snapshot(self, core: PrefillCore | DecodeCore | None, links: Links) -> Snapshot:
-        """Everything since the last snapshot, and how the core stands now; without `core`, the leader's, a sign of life."""
+    def snapshot(self, core: PrefillCore | DecodeCore, links: Links) -> Snapshot:
+        """Everything since the last snapshot, and how the core stands now. The app exports the leaders' only."""
         samples = {name: list(values) for name, values in self._samples.items()}
         self._samples.clear()
         self._turns += 1
         return Snapshot(
             rank=self._rank,
             progress=self._turns,
-            gauges={} if core is None else _gauges(core, links),
-            counters={} if core is None else {**self._counters, **_counters(core, links)},
-            samples={} if core is None else samples,
+            gauges=_gauges(core, links),
+            counters={**self._counters, **_counters(core, links)},
+            samples=samples,
         )
 
     def _sample(self, name: str, value: float) -> None:
@@ -93,11 +93,10 @@ def _gauges(core: PrefillCore | DecodeCore, links: Links) -> dict[str, float]:
     }
     for phase in ledger.table.polls:
         gauges[f"queue_requests{{queue={phase.value}}}"] = 0
-    for poll in KVPoll:
-        gauges[f"poll_state_requests{{state={poll.name}}}"] = 0
+        gauges[_poll_state(ledger, phase)] = 0
     for one in ledger.live.values():
         gauges[f"queue_requests{{queue={one.phase.value}}}"] += 1
-        gauges[f"poll_state_requests{{state={one.conclude_state.name}}}"] += 1
+        gauges[_poll_state(ledger, one.phase)] += 1
     if ledger.rows is not None:
         gauges["rows"] = ledger.rows.total
         gauges["rows_free"] = ledger.rows.free
@@ -107,6 +106,11 @@ def _gauges(core: PrefillCore | DecodeCore, links: Links) -> dict[str, float]:
         gauges["farewells"] = len(core.farewells)
         gauges["running_requests"] = len(core.batch.running)
     return gauges
+
+
+def _poll_state(ledger: Ledger, phase: Phase) -> str:
+    """Where a request stands, and how that shows as a `KVPoll`."""
+    return f"poll_state_requests{{queue={phase.value},state={ledger.table.polls[phase].name}}}"
 
 
 def _counters(core: PrefillCore | DecodeCore, links: Links) -> dict[str, float]:

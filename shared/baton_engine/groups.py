@@ -16,11 +16,13 @@ Every wait has a limit; a rank whose wait ends badly calls the roll (`roll_call`
 
 import socket
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from urllib.parse import urlsplit
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
@@ -33,6 +35,8 @@ from baton_engine.wires import Open, Wire, device_wire, host_wires
 
 START_MS: Millis = 300_000
 """Ranks load a model at different speeds: so long they wait for each other before the first step."""
+_BLOCK_VALUES = 511
+"""An agreement over no more values than that, and their number, is one message of 4 KiB to every member."""
 
 
 class RankGroup:
@@ -65,13 +69,20 @@ class RankGroup:
             self._do("sum", lambda wire: wire.sum(values))
 
     def all_reduce_min(self, values: Sequence[int]) -> list[int]:
-        """Element-wise minimum over all members; every member passes as many values. For control, in host memory."""
+        """Element-wise minimum over all members, in host memory: for control.
+
+        Every member passes as many values; where one does not, all raise GroupLost naming it.
+        """
         if self.size == 1:
             return list(values)
-        own = torch.tensor(values, dtype=torch.int64)
-        everybody = own.new_empty(self.size, len(own))
-        self._do("minimum", lambda wire: wire.gather(own, everybody))
-        least: list[int] = everybody.amin(dim=0).tolist()
+        # How many there are is agreed first: a message longer than its room would end the process without a word.
+        first = array("q", (len(values), *values[:_BLOCK_VALUES]))
+        first.extend((0,) * (1 + _BLOCK_VALUES - len(first)))
+        seen = self._gathered(first)
+        self._check_counts(seen[:, 0].tolist())
+        least: list[int] = seen[:, 1 : 1 + len(values)].min(axis=0).tolist()
+        if len(values) > _BLOCK_VALUES:
+            least += self._gathered(array("q", values[_BLOCK_VALUES:])).min(axis=0).tolist()
         return least
 
     def gather(self, own: Tensor, everybody: Tensor) -> None:
@@ -104,6 +115,19 @@ class RankGroup:
     def close(self) -> None:
         """Let go of the connections; the others' waits for this rank end at once."""
         self._wire = None
+
+    def _gathered(self, own: "array[int]") -> "np.ndarray[tuple[int, int], np.dtype[np.int64]]":
+        """What all members bring to an agreement, `[size, values]`."""
+        everybody = torch.empty(self.size, len(own), dtype=torch.int64)
+        self._do("minimum", lambda wire: wire.gather(torch.frombuffer(own, dtype=torch.int64), everybody))
+        return everybody.numpy()
+
+    def _check_counts(self, counts: list[int]) -> None:
+        if min(counts) != max(counts):
+            brought = ", ".join(f"rank {rank} {count}" for rank, count in zip(self.ranks, counts, strict=True))
+            raise GroupLost(
+                f"group {self.name}: members brought different numbers of values to an agreement: {brought}"
+            )
 
     def _do(self, what: str, operation: Callable[[Wire], object]) -> None:
         assert self._wire is not None, f"group {self.name} is closed"

@@ -75,7 +75,7 @@ def load_engine(
         raise EngineError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if kv_tokens < page_tokens:
         raise EngineError(f"kv_tokens {kv_tokens} holds no page of {page_tokens} tokens: raise --kv-tokens")
-    target = _device(device)
+    target = _device(device, rank if parallel.ranks > 1 else None)
     if threads > 0:
         torch.set_num_threads(threads)
     progress("metadata", 0, 1)
@@ -91,7 +91,7 @@ def load_engine(
     team = None if groups is None or _is_alone(parallel) else Team(shard, parallel, groups)
     model = LlamaModel(config, files.weights(element, progress, None if team is None else shard), target, team)
     progress("kv pool", 0, 1)
-    pool, rows = KVPool(shape, device), RowMemory(metadata_rows)
+    pool, rows = KVPool(shape, str(target)), RowMemory(metadata_rows)
     progress("kv pool", 1, 1)
     runner = Runner(model, pool) if team is None else ParallelRunner(model, pool, team)
     progress("warm-up", 0, 1)
@@ -131,7 +131,8 @@ def _is_alone(parallel: Parallel) -> bool:
     return parallel.members == 1 and not (parallel.dp_attention and parallel.dp > 1)
 
 
-def _device(name: str) -> torch.device:
+def _device(name: str, rank: int | None) -> torch.device:
+    """The device called `name`; for a `rank` of several, "cuda" is one of this host's devices, another for each rank."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -140,6 +141,8 @@ def _device(name: str) -> torch.device:
         raise EngineError(f"device {name!r} is neither cpu nor cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise EngineError("device 'cuda' was asked for, but torch sees no CUDA device here: use --device cpu")
+    if name == "cuda" and rank is not None:
+        return torch.device("cuda", rank % torch.cuda.device_count())
     return device
 
 

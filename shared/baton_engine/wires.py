@@ -78,7 +78,7 @@ class HostWire:
         if self._size == 2 or values.nbytes <= _WHOLE_BYTES:
             everybody = values.new_empty(self._size, *values.shape)
             self.gather(values, everybody)
-            torch.sum(everybody, 0, out=values)
+            _add_up(everybody, values)
             return
         flat = values.view(-1)
         parts = [flat[own.start : own.stop] for own in (share(len(flat), one, self._size) for one in range(self._size))]
@@ -86,7 +86,7 @@ class HostWire:
         arrived = mine.new_empty(self._size, len(mine))
         arrived[self._index] = mine
         self._exchange({other: parts[other] for other in self._others}, dict(enumerate(arrived)))
-        torch.sum(arrived, 0, out=mine)
+        _add_up(arrived, mine)
         self._exchange(dict.fromkeys(self._others, mine), dict(enumerate(parts)))
 
     def gather(self, own: Tensor, everybody: Tensor) -> None:
@@ -122,6 +122,14 @@ class HostWire:
 
     def _wait(self, work: _Work) -> None:
         work.wait(self._limit)
+
+
+def _add_up(everybody: Tensor, total: Tensor) -> None:
+    """Put the sum of `everybody` `[size, …]`, rounded once, into `total`."""
+    if len(everybody) == 2:
+        torch.add(everybody[0], everybody[1], out=total)  # up to twenty times as fast as a sum over a dimension
+    else:
+        torch.sum(everybody, 0, out=total)
 
 
 class DeviceWire:

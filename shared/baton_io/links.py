@@ -200,8 +200,11 @@ class Links:
     def _hang_up_socket(self, peer: Incarnation) -> None:
         dealer = self._dealers.pop(peer, None)
         if dealer is not None:
-            del self._monitors[peer]
+            # Our end of the monitor must stay open until nothing is reported any more: ZeroMQ's own thread would wait for
+            # ever, holding a lock that closing needs, to report a broken connection to nobody.
+            monitor = self._monitors.pop(peer)
             dealer.disable_monitor()
+            monitor.close(linger=0)
             dealer.close(linger=200)
 
     def _socket(self, kind: int) -> "zmq.Socket[bytes]":

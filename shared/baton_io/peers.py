@@ -118,22 +118,26 @@ class Peers:
         return handshake
 
     async def _infos(self, address: Address, bootstrap: Bootstrap, handshake: Handshake) -> BootstrapInfos:
-        topology = await self._topology(address)
-        dp_rank = _resolve_prefill_dp_rank(bootstrap, topology.layout, force_query=self._forced)
-        if dp_rank is None:
-            handshake.waiting_for = f"the DP rank of room {bootstrap.room}"
-            dp_rank = await self._ask_dp_rank(address, bootstrap.room, topology.layout)
-            _check_dp_rank(dp_rank, topology.layout, f"registry {address[0]} says that room {bootstrap.room} runs on")
-        handshake.waiting_for = f"the addresses of DP rank {dp_rank}"
-        infos = await self._unit(address, topology, dp_rank)
-        if topology.incarnation in (None, worker_of(infos.incarnation)):
-            return infos
-        # The worker restarted between the two answers, and its layout may be another: once more, from the start.
-        self._topologies.drop(address)
-        self._units.drop((*address, dp_rank))
-        topology = await self._topology(address)
-        _check_dp_rank(dp_rank, topology.layout, "the room was to run on")
-        return await self._unit(address, topology, dp_rank)
+        for _ in range(2):
+            topology = await self._topology(address)
+            dp_rank = await self._dp_rank(address, bootstrap, topology.layout, handshake)
+            handshake.waiting_for = f"the addresses of DP rank {dp_rank}"
+            infos = await self._unit(address, topology, dp_rank)
+            if topology.incarnation in (None, worker_of(infos.incarnation)):
+                return infos
+            # The worker restarted between the two answers, and its layout may be another: once more, from the start.
+            self._topologies.drop(address)
+            self._units.drop((*address, dp_rank))
+        raise RegistryError(f"the worker at {address[0]} restarts again and again")
+
+    async def _dp_rank(self, address: Address, bootstrap: Bootstrap, layout: Layout, handshake: Handshake) -> int:
+        known = _resolve_prefill_dp_rank(bootstrap, layout, force_query=self._forced)
+        if known is not None:
+            return known
+        handshake.waiting_for = f"the DP rank of room {bootstrap.room}"
+        dp_rank = await self._ask_dp_rank(address, bootstrap.room, layout)
+        _check_dp_rank(dp_rank, layout, f"registry {address[0]} says that room {bootstrap.room} runs on")
+        return dp_rank
 
     async def _topology(self, address: Address) -> Topology:
         return await self._topologies.get(address, lambda: self._fetch_topology(address))

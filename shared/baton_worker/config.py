@@ -45,6 +45,9 @@ class WorkerConfig:
     transfer: Literal["auto", "tcp", "shm", "fake"] = option(
         "auto", "how KV pages travel; auto: shm on one host, else tcp"
     )
+    transfer_staging: bool = option(
+        False, "over tcp: gather many small runs of pages into one, and scatter them on decode; set on both sides"
+    )
     shm_dir: str = option("", "directory of decode's shm sockets, shared between containers; a private one by default")
     registry: tuple[str, ...] = option((), "base URLs of bootstrap registries, such as http://10.0.0.5:8998")
     advertise_host: str | None = option(None, "address that other workers reach this one at; --host by default")
@@ -163,6 +166,7 @@ class RankConfig:
     dtype: DtypeName
     device: str  # "cpu", "cuda", or "cuda:1" where several ranks share a node
     transfer: TransferName
+    transfer_staging: bool
     shm_dir: str
     host: str  # listen here
     advertise_host: str  # and tell others this

@@ -3,25 +3,55 @@
 from collections.abc import Callable
 from typing import assert_never
 
-from baton_core.errors import ClientError
+from baton_core.errors import ClientError, Verdict
+from baton_core.prefill.rules import misplaced
+from baton_core.registration import FOLLOW
 from baton_core.request import FAKE_HOST, Bootstrap
-from baton_worker.config import BalanceMethod
+from baton_worker.config import BalanceMethod, Role
 
 
 class Placement:
     """Chooses units; counts on for round robin. `live_requests` tells how many requests a unit has."""
 
-    def __init__(self, method: BalanceMethod, dp_size: int, live_requests: Callable[[int], int]) -> None:
+    def __init__(
+        self,
+        method: BalanceMethod,
+        dp_size: int,
+        live_requests: Callable[[int], int],
+        *,
+        role: Role = Role.DECODE,
+        forced: bool = False,
+    ) -> None:
+        """`forced`: this prefill worker registers the DP rank of every room."""
         self._method = method
+        self._prefill = role is Role.PREFILL
+        self._registers = forced or method != FOLLOW
         self._dp_size = dp_size
         self._live_requests = live_requests
         self._next = 0
+
+    def place(self, bootstrap: Bootstrap | None, routed_dp_rank: int | None) -> tuple[int, Verdict | None]:
+        """The DP rank for a request, and why it must fail there.
+
+        On prefill a request may be sent where decode would not look for its room (S3): then the unit that decode asks
+        gets it, to refuse both legs at once. Raises ClientError.
+        """
+        dp_rank = self.choose(bootstrap, routed_dp_rank)
+        if not self._prefill or bootstrap is None:
+            return dp_rank, None
+        found = misplaced(bootstrap, dp_rank=dp_rank, dp_size=self._dp_size, registers=self._registers)
+        if found is None or found.looked_for_on is None:
+            return dp_rank, None
+        return found.looked_for_on, found.verdict
 
     def choose(self, bootstrap: Bootstrap | None, routed_dp_rank: int | None = None) -> int:
         """The DP rank for a request. A rank that the request names is honoured, never rewritten."""
         if routed_dp_rank is not None:
             check_routed(routed_dp_rank, self._dp_size)
             return routed_dp_rank
+        named = None if bootstrap is None or not self._prefill else bootstrap.prefill_dp_rank
+        if named is not None and 0 <= named < self._dp_size:
+            return named  # where decode will look for it
         match self._method:
             case "follow_bootstrap_room":
                 if bootstrap is not None and bootstrap.host != FAKE_HOST:

@@ -72,6 +72,7 @@ class RankPlan:
             dtype=config.dtype,
             device=f"cuda:{local_rank}" if config.device == "cuda" and count > 1 else config.device,
             transfer=config.transfer,
+            transfer_staging=config.transfer_staging,
             shm_dir=config.shm_dir,
             host=config.host,
             advertise_host=config.reachable_host,

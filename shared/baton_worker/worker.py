@@ -12,6 +12,7 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, assert_never
@@ -84,7 +85,10 @@ class Worker:
             check_host=companion.check_host,
         )
         self._companion, self._announcer = companion, announcer
-        self._placement = Placement(config.load_balance_method, self.parallel.dp, self.streams.live)
+        forced = config.force_query_prefill_dp_rank
+        self._placement = Placement(
+            config.load_balance_method, self.parallel.dp, self.streams.live, role=self.role, forced=forced
+        )
         self._last_words = ""  # why a scheduler is gone
         self._terminating = self._finishing = False
         self._attending: asyncio.Task[None] | None = None
@@ -180,10 +184,13 @@ class Worker:
     def submit(self, prepared: Prepared, rid: RequestId, budget_ms: Millis) -> RequestStream:
         """Hand a request to the scheduler. Raises BatonError when it cannot be taken."""
         self.check_open()
-        dp_rank = self._placement.choose(prepared.bootstrap, prepared.routed_dp_rank)
+        dp_rank, rejected = self._placement.place(prepared.bootstrap, prepared.routed_dp_rank)
         stream = self.streams.open(rid, dp_rank)
+        request = prepared.request(stream.scheduler_rid, budget_ms)
+        if rejected is not None:
+            request = replace(request, rejected=rejected)
         try:
-            self.units[dp_rank].send(Submit(request=prepared.request(stream.scheduler_rid, budget_ms)))
+            self.units[dp_rank].send(Submit(request=request))
         except Overloaded:
             self.streams.close(stream)
             raise

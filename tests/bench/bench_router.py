@@ -4,7 +4,8 @@ Core 0 runs the workers and the client, core 1 the router under test (where ther
 measured in turns, and only ratios within one run count. sglang-router comes from a virtual environment of its own
 (`--peer`); without it only ours is measured.
 
-    worker  asyncio protocol on httptools: answers every path at once with 505 bytes of JSON, or with 32 events
+    worker  asyncio protocol on httptools: answers every path at once with 505 bytes of JSON, or with 32 events, each
+            with its record where the router asks for them, as a decode worker of ours would
     client  asyncio protocols: each connection sends its next request when its answer is complete
     CPU     user and system time of the router's process over the requests it served
 """
@@ -35,6 +36,8 @@ REQUEST = json.dumps({"model": "m", "prompt": "x" * 110, "max_tokens": 16}).enco
 CHUNKS = 32
 STREAM_REQUEST = json.dumps({"model": "m", "prompt": "x" * 110, "max_tokens": CHUNKS, "stream": True}).encode()
 EVENT = b'data: {"id": "c", "choices": [{"index": 0, "text": " token"}]}\n\n'
+RECORD = b'baton-part: {"tokens":[12345]}\n\n'
+LAST_RECORD = b'baton-last: {"tokens":[12345]}\n\n'
 ANSWER = json.dumps({"id": "c", "object": "text_completion", "choices": [{"index": 0, "text": "y" * 420}]}).encode()
 INFO = {
     "role": None,
@@ -63,9 +66,16 @@ class Worker(asyncio.Protocol):
     def __init__(self) -> None:
         self.parser: Any = httptools.HttpRequestParser(self)
         self.body = b""
+        self.tells = False
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
+
+    def on_message_begin(self) -> None:
+        self.tells = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.tells = self.tells or name == b"x-baton-token-ids"
 
     def data_received(self, data: bytes) -> None:
         with contextlib.suppress(httptools.HttpParserError):
@@ -77,9 +87,12 @@ class Worker(asyncio.Protocol):
     def on_message_complete(self) -> None:
         asked, self.body = self.body, b""
         if b'"stream":true' in asked.replace(b" ", b""):
+            is_told = self.tells
             self.transport.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n")
+            self.transport.write(b"x-baton-token-ids: 0\r\n" if is_told else b"")
             self.transport.write(b"transfer-encoding: chunked\r\n\r\n")
-            for one in (*[EVENT] * CHUNKS, b"data: [DONE]\n\n"):
+            events = [EVENT[:-1] + RECORD if is_told else EVENT] * CHUNKS
+            for one in (*events, b"data: [DONE]\n" + (LAST_RECORD if is_told else b"\n")):
                 self.transport.write(b"%x\r\n%b\r\n" % (len(one), one))
             self.transport.write(b"0\r\n\r\n")
             return
@@ -91,8 +104,9 @@ class Worker(asyncio.Protocol):
 class Caller(asyncio.Protocol):
     """One connection of the client."""
 
-    def __init__(self, call: bytes, until_s: float, took_s: list[float]) -> None:
-        self.call, self.until_s, self.took_s = call, until_s, took_s
+    def __init__(self, call: bytes, until_s: float, took_s: list[float], first_s: list[float]) -> None:
+        self.call, self.until_s, self.took_s, self.first_s = call, until_s, took_s, first_s
+        self.has_begun = False
         self.parser: Any = httptools.HttpResponseParser(self)
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -102,6 +116,7 @@ class Caller(asyncio.Protocol):
 
     def next(self) -> None:
         self.began_s = time.perf_counter()
+        self.has_begun = False
         if self.began_s > self.until_s:
             self.transport.close()
             return
@@ -109,6 +124,11 @@ class Caller(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.parser.feed_data(data)
+
+    def on_body(self, _data: bytes) -> None:
+        if not self.has_begun:
+            self.has_begun = True
+            self.first_s.append(time.perf_counter() - self.began_s)
 
     def on_message_complete(self) -> None:
         assert self.parser.get_status_code() == 200, self.parser.get_status_code()
@@ -120,14 +140,17 @@ class Caller(asyncio.Protocol):
             self.done.set_result(None)
 
 
-async def load(port: int, connections: int, seconds: float, body: bytes = REQUEST) -> list[float]:
-    """Latencies of every request answered in that time."""
+async def load(
+    port: int, connections: int, seconds: float, body: bytes = REQUEST, first_s: list[float] | None = None
+) -> list[float]:
+    """Latencies of every request answered in that time; `first_s` takes those of the first byte of each body."""
     head = f"POST /v1/completions HTTP/1.1\r\nhost: r\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
     call = head.encode() + b"\r\n\r\n" + body
     took_s: list[float] = []
+    firsts: list[float] = [] if first_s is None else first_s
     until_s, loop = time.perf_counter() + seconds, asyncio.get_running_loop()
     made = [
-        await loop.create_connection(lambda: Caller(call, until_s, took_s), "127.0.0.1", port)
+        await loop.create_connection(lambda: Caller(call, until_s, took_s, firsts), "127.0.0.1", port)
         for _ in range(connections)
     ]
     await asyncio.gather(*(caller.done for _, caller in made))
@@ -150,11 +173,11 @@ async def measure(port: int, pid: int, connections: int, seconds: float) -> Figu
     return Figure(len(took_s) / wall_s, statistics.median(took_s) * 1e6, p99 * 1e6, spent_s / len(took_s) * 1e6)
 
 
-async def measure_streams(port: int, connections: int, seconds: float) -> float:
-    """Events passed on in a second."""
-    began_s = time.perf_counter()
-    took_s = await load(port, connections, seconds, STREAM_REQUEST)
-    return len(took_s) * CHUNKS / (time.perf_counter() - began_s)
+async def measure_streams(port: int, connections: int, seconds: float) -> tuple[float, float]:
+    """Events passed on in a second, and the median time to a stream's first event in microseconds."""
+    began_s, first_s = time.perf_counter(), list[float]()
+    took_s = await load(port, connections, seconds, STREAM_REQUEST, first_s)
+    return len(took_s) * CHUNKS / (time.perf_counter() - began_s), statistics.median(first_s) * 1e6
 
 
 def free_port() -> int:
@@ -202,9 +225,12 @@ def commands(prefill: int, decode: int, port: int, peer_port: int, peer: Path) -
 Figures = dict[tuple[str, int], list[Figure]]
 
 
-async def compare(peer: Path, seconds: float, rounds: int) -> tuple[Figures, dict[tuple[str, int], list[float]]]:
-    """Figures and events a second, by router and connections; the routers take turns."""
-    loop, figures, chunks = asyncio.get_running_loop(), Figures(), dict[tuple[str, int], list[float]]()
+Streams = dict[tuple[str, int], list[tuple[float, float]]]
+
+
+async def compare(peer: Path, seconds: float, rounds: int) -> tuple[Figures, Streams]:
+    """Figures, and of streams events a second and the first event, by router and connections; routers take turns."""
+    loop, figures, chunks = asyncio.get_running_loop(), Figures(), Streams()
     workers = [await loop.create_server(Worker, "127.0.0.1", 0) for _ in range(2)]
     prefill, decode = (worker.sockets[0].getsockname()[1] for worker in workers)
     for connections in CONNECTIONS:
@@ -213,6 +239,7 @@ async def compare(peer: Path, seconds: float, rounds: int) -> tuple[Figures, dic
             len(took_s) / seconds, statistics.median(took_s) * 1e6, took_s[-1 - len(took_s) // 100] * 1e6, 0
         )
         figures["direct", connections] = [direct]
+        chunks["direct", connections] = [await measure_streams(decode, connections, seconds)]
     routers = commands(prefill, decode, free_port(), free_port(), peer)
     running = {name: start(command, (os.cpu_count() or 1) - 1) for name, (command, _, _) in routers.items()}
     try:
@@ -232,7 +259,7 @@ async def compare(peer: Path, seconds: float, rounds: int) -> tuple[Figures, dic
     return figures, chunks
 
 
-def show(figures: Figures, chunks: dict[tuple[str, int], list[float]]) -> None:
+def show(figures: Figures, chunks: Streams) -> None:
     """The table: medians over the rounds, and ratios."""
     print(f"{'router':14}{'c':>4}{'req/s':>9}{'p50 µs':>9}{'p99 µs':>9}{'CPU µs':>8}{'added p50 µs':>14}")
     rates: dict[tuple[str, int], float] = {}
@@ -249,7 +276,12 @@ def show(figures: Figures, chunks: dict[tuple[str, int], list[float]]) -> None:
             ratio = rates["baton", connections] / rates["sglang-router", connections]
             print(f"rate of sglang-router's at {connections} connections: {ratio:.2f}")
     for (name, connections), several in chunks.items():
-        print(f"{name:14}{connections:4} {statistics.median(several):9.0f} events/s in streams of {CHUNKS}")
+        rate, first = (statistics.median(one[index] for one in several) for index in (0, 1))
+        late = first - chunks["direct", connections][0][1]
+        print(
+            f"{name:14}{connections:4} {rate:9.0f} events/s in streams of {CHUNKS}, "
+            f"first event after {first:.0f} µs, {late:.0f} later than direct"
+        )
 
 
 def main() -> None:

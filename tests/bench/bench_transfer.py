@@ -1,10 +1,11 @@
 """T6: the pages of 1,024 bf16 tokens of SmolLM2 between two processes, against what the machine could do at best.
 
-    python tests/bench/bench_transfer.py [--rounds 50] [--way shm --way tcp]
+    python tests/bench/bench_transfer.py [--rounds 50] [--way shm --way tcp --way staged] [--decode-page-tokens 32]
 
 This process is decode; it starts prefill as a child. Each round measures, one after the other, the limit (one memcpy of
 as many bytes in the prefill process, or a raw socket stream of as many bytes between the two) and the transfer, so that
-what else runs on the machine meets both alike. Pages are scattered on both sides.
+what else runs on the machine meets both alike. Pages are scattered on both sides. Other page sizes on decode mean a run
+for each head of each layer; `staged` is tcp that gathers them first.
 
 The clock runs from just before `push` in prefill. `word` stops it when the room word is stored, and so visible (T6: nobody
 has to be woken for that, and one who spins for it would slow down what it measures); `poke` when decode's driver has been
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -34,17 +36,21 @@ from baton_core.messages import MetadataRow, PageOrder
 from baton_engine.kv_pool import KVPool, PoolShape, RowMemory
 from baton_engine.transfer import shm_way
 from baton_engine.transfer.attempts import AttemptTable
+from baton_engine.transfer.pool_bytes import PoolTarget
 from baton_engine.transfer.protocol import Receiver, Sender
-from baton_engine.transfer.receiver import PageReceiver
+from baton_engine.transfer.receiver import Door, PageReceiver
 from baton_engine.transfer.sender import PageSender
 from baton_engine.transfer.shm_copier import DecodeMemory
 from baton_engine.transfer.shm_door import ShmDoor
+from baton_engine.transfer.staging import StagingRing
 from baton_engine.transfer.tcp_door import TcpDoor
 from baton_engine.transfer.tcp_way import TcpWay
+from baton_engine.transfer.ways import Way
 
 SHAPE = PoolShape(pages=160, layers=30, kv_heads=3, page_tokens=16, head_dim=64, dtype=torch.bfloat16)
 LAYOUT = UnitLayout(page_tokens=16, layers=30, kv_heads=3, head_dim=64, element_bytes=2)
 PREFILL, DECODE = "p1/0.0", "d1/0.0"
+BACKENDS = {"shm": "shm", "tcp": "tcp", "staged": "tcp"}
 MEASURED_PAGES = 1024 // SHAPE.page_tokens
 MEASURED_BYTES = MEASURED_PAGES * SHAPE.page_bytes
 WARM_UP_ROUNDS = 5
@@ -60,6 +66,11 @@ class Bell:
     def __call__(self) -> None:
         with self._rung:
             self._rung.notify_all()
+
+    def wait(self) -> None:
+        """Until the next poke, or for a moment."""
+        with self._rung:
+            self._rung.wait(0.001)
 
     def until(self, end: Sender | Receiver, room: int, poll: KVPoll, progress: int = 0) -> None:
         """Wait until the attempt is that far."""
@@ -98,14 +109,17 @@ class Prefill:
         shm_way.DecodeMemory = StampedMemory  # type: ignore[attr-defined]
         self.pool, self.bell = KVPool(SHAPE), Bell()
         self.pool.tensor.fill_(1.0)
-        shm, tcp = AttemptTable(self.bell), AttemptTable(self.bell)
-        ways = {
-            "shm": (shm, shm_way.ShmWay(self.pool, PREFILL, shm, self.bell, connect_timeout_ms=5_000)),
-            "tcp": (tcp, TcpWay(self.pool, PREFILL, tcp, connect_timeout_ms=5_000)),
-        }
-        self.ends = {name: PageSender(table, LAYOUT, 0, [way]) for name, (table, way) in ways.items()}
+        self.ends = {name: PageSender(table, LAYOUT, 0, [self._way(name, table)]) for name, table in self._tables()}
         self.source = np.ones(MEASURED_BYTES, dtype=np.uint8)
         self.target = np.ones(MEASURED_BYTES, dtype=np.uint8)
+
+    def _tables(self) -> list[tuple[str, AttemptTable]]:
+        return [(name, AttemptTable(self.bell)) for name in BACKENDS]
+
+    def _way(self, name: str, table: AttemptTable) -> Way:
+        if name == "shm":
+            return shm_way.ShmWay(self.pool, PREFILL, table, self.bell, connect_timeout_ms=5_000)
+        return TcpWay(self.pool, PREFILL, table, connect_timeout_ms=5_000, staged=name == "staged")
 
     def run(self) -> None:
         for line in sys.stdin:
@@ -125,23 +139,24 @@ class Prefill:
             stream.recv(1)
         return began
 
-    def order(self, way: str, address: str, room: int, pages: list[int], granted: bool) -> bool:
-        self.sender, self.room, self.first = self.ends[way], room, len(pages) - MEASURED_PAGES
-        self.sender.offer(room, 1, DECODE, LAYOUT, len(pages) * LAYOUT.page_tokens)
+    def order(self, way: str, address: str, room: int, pages: list[int], tokens: int, layout: str) -> bool:
+        count = LAYOUT.pages(tokens)
+        self.sender, self.room, self.first = self.ends[way], room, count - MEASURED_PAGES
+        self.sender.offer(room, 1, DECODE, UnitLayout.from_text(layout), tokens)
         order = PageOrder(
             room=room,
             attempt=1,
             incarnation=DECODE,
             pages=tuple(pages),
             row=0,
-            backend=way,
+            backend=BACKENDS[way],
             address=address,
-            layout=LAYOUT.to_text(),
+            layout=layout,
         )
         self.sender.order(DECODE, order)
         self.bell.until(self.sender, room, KVPoll.WaitingForInput)
-        self.numbers = random.Random(room).sample(range(SHAPE.pages), len(pages))
-        if granted:
+        self.numbers = random.Random(room).sample(range(SHAPE.pages), count)
+        if self.first:
             self.sender.push(Push(room=room, attempt=1, first=0, pages=tuple(self.numbers[: self.first])))
             self.bell.until(self.sender, room, KVPoll.Transferring, self.first)
         return True
@@ -162,19 +177,25 @@ class Prefill:
 class Decode:
     """This process, and its child."""
 
-    def __init__(self) -> None:
-        self.pool, self.rows, self.bell = KVPool(SHAPE), StampedRows(4), Bell()
-        shm, tcp = AttemptTable(self.bell), AttemptTable(self.bell)
-        host = {"host": "127.0.0.1", "advertise_host": "127.0.0.1"}
-        doors = {
-            "shm": (shm, ShmDoor(self.pool, self.rows, shm)),
-            "tcp": (tcp, TcpDoor(self.pool, self.rows, tcp, **host)),
-        }
-        self.ends = {name: PageReceiver(table, LAYOUT, 0, self.rows, [door]) for name, (table, door) in doors.items()}
+    def __init__(self, page_tokens: int) -> None:
+        self.layout = replace(LAYOUT, page_tokens=page_tokens)
+        pages = SHAPE.pages * SHAPE.page_tokens // page_tokens
+        self.shape = replace(SHAPE, page_tokens=page_tokens, pages=pages)
+        self.pool, self.rows, self.bell = KVPool(self.shape), StampedRows(4), Bell()
+        self.ends = {}
+        for name in BACKENDS:
+            table = AttemptTable(self.bell)
+            self.ends[name] = PageReceiver(table, self.layout, 0, self.rows, [self._door(name, table)])
         command = [sys.executable, str(Path(__file__)), "--prefill"]
         self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.room = 0
         self.buffer = memoryview(bytearray(MEASURED_BYTES))
+
+    def _door(self, name: str, table: AttemptTable) -> Door:
+        if name == "shm":
+            return ShmDoor(self.pool, self.rows, table)
+        ring = StagingRing(PoolTarget(self.pool), table, self.bell) if name == "staged" else None
+        return TcpDoor(self.pool, self.rows, table, host="127.0.0.1", advertise_host="127.0.0.1", staging=ring)
 
     def tell(self, do: str, **words: object) -> None:
         assert self.child.stdin is not None
@@ -210,11 +231,15 @@ class Decode:
         """One transfer, from push to the room word, and to Success here."""
         self.room += 1
         receiver, room = self.ends[way], self.room
-        pages = random.Random(-room).sample(range(SHAPE.pages), MEASURED_PAGES + granted)
-        receiver.expect(room, 1, PREFILL, LAYOUT, len(pages) * LAYOUT.page_tokens, tuple(pages), 0)
-        self.ask("order", way=way, address=receiver.address, room=room, pages=pages, granted=granted)
+        tokens = (MEASURED_PAGES + granted) * LAYOUT.page_tokens
+        pages = random.Random(-room).sample(range(self.shape.pages), self.layout.pages(tokens))
+        receiver.expect(room, 1, PREFILL, LAYOUT, tokens, tuple(pages), 0)
+        words = {"pages": pages, "tokens": tokens, "layout": self.layout.to_text()}
+        self.ask("order", way=way, address=receiver.address, room=room, **words)
         self.tell("push")
         self.bell.until(receiver, room, KVPoll.Success)
+        while receiver.staging is not None and not receiver.staging.settled(room, 1):
+            self.bell.wait()
         ended = time.monotonic_ns()
         receiver.forget(room, 1)
         began = self.answer()
@@ -246,7 +271,8 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--way", action="append", choices=("shm", "tcp"))
+    parser.add_argument("--way", action="append", choices=BACKENDS)
+    parser.add_argument("--decode-page-tokens", type=int, default=LAYOUT.page_tokens)
     parser.add_argument("--prefill", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -254,7 +280,7 @@ def main() -> None:
         structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # stdout is for answers
         Prefill().run()
         return
-    decode = Decode()
+    decode = Decode(arguments.decode_page_tokens)
     print(f"{MEASURED_BYTES / 2**20:.1f} MiB in {MEASURED_PAGES} scattered pages, medians of {arguments.rounds} rounds")
     print("| transfer | it took | the limit | ratio | ratio of the best rounds |")
     print("|---|---|---|---|---|")

@@ -181,3 +181,40 @@ def test_noise_on_the_port_is_counted_and_harms_nobody(ends: Ends) -> None:
     ends.until(lambda: Said(peer="D1", payload=accepted(1)) in ends.heard["P"], "a good peer is heard beside it")
     stranger.close(linger=0)
     context.term()
+
+
+def test_hanging_up_while_the_connection_breaks_never_blocks() -> None:
+    """Once, closing a monitor under a breaking connection stood still for ever, now and then: a worker was killed for it."""
+    done = subprocess.run([sys.executable, "-c", PARTINGS], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "parted 900 times\n", done.stderr
+
+
+PARTINGS = """
+import threading, time, zmq
+from baton_core.events import RankEndpoint
+from baton_core.limits import Limits
+from baton_core.messages import NotYet
+from baton_io.links import Links
+
+now = lambda: time.monotonic_ns() // 1_000_000
+decode = Links("D1", Limits())
+for turn in range(300):
+    peers = [Links(f"P{turn}.{number}", Limits()) for number in range(3)]
+    for peer, links in enumerate(peers):
+        name = f"P{turn}.{peer}"
+        decode.dial(name, RankEndpoint(host="127.0.0.1", port=links.listen("127.0.0.1")), now())
+        decode.send(name, NotYet(room=1, attempt=1), now())
+    heard = 0
+    while heard < 3:
+        zmq.select([socket for links in peers for socket in links.sockets], [], [], 1)
+        heard += sum(len(links.receive(now())) for links in peers)
+    leaving = [threading.Thread(target=links.close) for links in peers]
+    for one in leaving:
+        one.start()
+    while decode.peers:  # the farewell is heard while the connection breaks
+        zmq.select(decode.sockets, [], [], 1)
+        decode.receive(now())
+    for one in leaving:
+        one.join()
+print("parted 900 times")
+"""

@@ -15,7 +15,7 @@ from baton_core.effects import LookUp
 from baton_core.errors import Overloaded, Reason, Verdict
 from baton_core.events import BootstrapInfos, LookupFailed, RankEndpoint, Resolved
 from baton_core.limits import Limits, RegistrarLimits
-from baton_core.ranks import Parallel, worker_of
+from baton_core.ranks import Parallel
 from baton_core.registration import Layout
 from baton_core.request import Bootstrap
 from baton_io.peers import BootstrapAllow, Handshake, Peers, learn_registered_hosts
@@ -369,13 +369,12 @@ async def test_a_worker_that_restarted_with_another_layout_between_two_answers_i
         async with registering(session, port) as first:
             await until(first.registered)
             assert (await resolved(peers, look_up(port, room=4))).infos.incarnation == "life1/0.0"
-        wider = registration(life="life2", layout=replace(LAYOUT, attn_tp_size=4), port=2)
+        wider = registration(life="life2", layout=replace(LAYOUT, attn_tp_size=4, dp_size=3), port=2)
         async with registering(session, port, worker=wider) as second:
             await until(second.registered)
             answers = [await resolved(peers, look_up(port, room=room)) for room in (5, 4)]
-    assert [(worker_of(answer.infos.incarnation), len(answer.infos.endpoints)) for answer in answers] == [
-        ("life2", 4)
-    ] * 2
+    assert [answer.infos.incarnation for answer in answers] == ["life2/2.0", "life2/1.0"], "room mod the new dp_size"
+    assert [len(answer.infos.endpoints) for answer in answers] == [4, 4]
 
 
 async def test_an_unknown_instance_name_and_an_ambiguous_one_say_what_is_there(session: aiohttp.ClientSession) -> None:

@@ -22,7 +22,7 @@ from contract.fake_workers import (
 )
 
 BUDGET = {"x-baton-budget-ms": "400"}
-SOON_S = 0.05
+SOON_S = 0.03
 
 
 def slowly(script: Script) -> Script:
@@ -87,6 +87,55 @@ async def test_a_failing_decode_leg_is_told_with_its_status_and_closes_prefills(
             assert (await response.json())["error"]["message"]
         await w.prefill[0].saw_its_connection_closed()
         await w.idle()
+
+
+def says(status: int, reason: str) -> Script:
+    """One of our workers, in words."""
+    return answers(status, {"error": {"message": f"because of {reason}", "code": status, "reason": reason}})
+
+
+LOSSES = [(500, "worker_lost"), (502, "peer_lost"), (502, "transfer_failed")]
+
+
+@pytest.mark.parametrize(("status", "reason"), LOSSES)
+async def test_a_worker_that_says_that_it_or_its_peer_is_lost_costs_another_pair_and_no_request(
+    status: int, reason: str
+) -> None:
+    async with world((prefills, prefills), (says(status, reason), decodes)) as w:
+        for _ in range(4):
+            async with w.client.post() as response:
+                assert response.status == 200
+        _, text = await w.client.get("/metrics")
+        assert 'baton_router_retries_total{reason="peer"} 4.0' in text  # round robin gives it a turn each time
+        await w.idle()
+    async with world(decode=(says(status, reason),)) as w, w.client.post() as response:
+        assert response.status == status
+        assert (await response.json())["error"]["message"] == f"because of {reason}"
+
+
+async def test_a_worker_that_fails_for_another_reason_is_not_asked_a_second_time() -> None:
+    async with world(decode=(says(500, "device_fault"), decodes)) as w:
+        async with w.client.post() as response:
+            assert response.status == 500
+        assert w.decode[1].received == []
+
+
+async def test_a_dead_prefill_worker_is_the_cause_even_where_decode_is_the_first_to_say_so() -> None:
+    """Decode hears of the death by its own link, and may be faster than the router's connection."""
+    async with world((slowly(resets), prefills), (says(502, "peer_lost"),), retries=1) as w:
+        w.decode[0].script = decodes_from_the_second(says(502, "peer_lost"))
+        async with w.client.post() as response:
+            assert response.status == 200
+        assert [len(worker.received) for worker in w.prefill] == [1, 1]
+        _, text = await w.client.get("/metrics")
+        assert 'baton_router_retries_total{reason="lost"} 1.0' in text
+
+
+def decodes_from_the_second(first: Script) -> Script:
+    async def script(worker: FakeWorker, request: web.Request, received: Received) -> web.StreamResponse:
+        return await (first if len(worker.received) == 1 else decodes)(worker, request, received)
+
+    return script
 
 
 @pytest.mark.parametrize("prefill", [slowly(prefills), has_a_slow_body, says_html], ids=["head", "body", "html"])

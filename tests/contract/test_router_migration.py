@@ -81,6 +81,27 @@ async def test_the_client_sees_one_stream_as_if_nothing_had_been(path: str, dies
         await w.idle()
 
 
+async def test_decode_workers_that_serve_alone_continue_each_other_too() -> None:
+    async with world((), (tells(dies_at=2), tells())) as w:
+        assert await ask(w) == WHOLE["/generate"]
+        assert "bootstrap_room" not in w.decode[1].received[0].body
+
+
+@pytest.mark.parametrize("second", [tells(), tells(ignores=True)], ids=["tells", "tells nothing"])
+async def test_a_stream_of_which_nothing_but_its_head_was_seen_begins_anew(second: Script) -> None:
+    async def breaks_at_once(_worker: FakeWorker, request: web.Request, _received: Received) -> web.StreamResponse:
+        response = await stream_head(request, {"x-baton-token-ids": "0"})
+        await response.write(b'data: {"te')
+        assert request.transport is not None
+        request.transport.close()
+        return response
+
+    async with world(decode=(breaks_at_once, second)) as w:
+        assert await ask(w) == WHOLE["/generate"]
+        assert "baton_continuation" not in w.decode[1].received[0].body
+        await w.idle()
+
+
 async def test_a_stream_may_move_more_than_once() -> None:
     async with world(decode=(tells(dies_at=1), tells(dies_at=2), tells(dies_at=3), tells())) as w:
         assert await ask(w) == WHOLE["/generate"]

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from baton_engine.transfer.receiver import PageReceiver
 from baton_engine.transfer.staging import Ring, Slot, StagingRing
 from baton_engine.transfer.tcp_door import TcpDoor
 from baton_engine.transfer.tcp_wire import FRAME, PIECE, FrameKind
-from contract.transfer_pairs import LAYOUT, SHAPE, WAIT_S, Bell, Pair, make_sender, row_of
+from contract.transfer_pairs import DECODE, LAYOUT, PREFILL, SHAPE, WAIT_S, Bell, Pair, make_sender, order_of, row_of
 from contract.transfer_writers import TcpWriter
 
 
@@ -65,20 +66,34 @@ class GatedTarget(PoolTarget):
         super().write(page, stripe, rows)
 
 
+WIDE = replace(LAYOUT, page_tokens=8)
+
+
 class Gated(Pair):
-    """A staged pair whose scattering waits."""
+    """A staged pair whose scattering waits: three pages of prefill are two of decode's."""
 
     gated: GatedTarget
+
+    def begin_wide(self) -> None:
+        self.receiver.expect(7, 1, PREFILL, LAYOUT, 12, (5, 3), 2)
+        self.sender.offer(7, 1, DECODE, WIDE, 12)
+        self.sender.order(DECODE, order_of(self.receiver, DECODE, WIDE, 7, 1, (5, 3), 2))
+
+    def page(self, ordinal: int) -> torch.Tensor:
+        """The tokens of one of prefill's pages, on decode: `[layer, k|v, head, token, dim]`."""
+        page, half = divmod(ordinal, 2)
+        return self.target.tensor[(5, 3)[page], :, :, :, 4 * half : 4 * half + 4]
 
 
 @pytest.fixture
 def pair() -> Iterator[Gated]:
-    source, target, rows, bell = KVPool(SHAPE), KVPool(SHAPE), RowMemory(4), Bell()
-    source.tensor.fill_(7.0)
+    wide = replace(SHAPE, page_tokens=8)
+    source, target, rows, bell = KVPool(SHAPE), KVPool(wide), RowMemory(4), Bell()
+    source.tensor.copy_(torch.arange(1, source.tensor.numel() + 1, dtype=torch.float32).view(source.tensor.shape))
     table, gated = AttemptTable(bell), GatedTarget(target)
     staging = StagingRing(gated, table, bell)
     door = TcpDoor(target, rows, table, host="127.0.0.1", advertise_host="127.0.0.1", staging=staging)
-    receiver = PageReceiver(table, LAYOUT, 0, rows, [door])
+    receiver = PageReceiver(table, WIDE, 0, rows, [door])
     pair = Gated(make_sender("staged", source, bell, LAYOUT), receiver, source, target, rows, bell, moves_bytes=True)
     pair.gated = gated
     yield pair
@@ -87,24 +102,24 @@ def pair() -> Iterator[Gated]:
 
 
 def test_a_handoff_succeeds_on_decode_only_when_everything_is_scattered(pair: Gated) -> None:
-    pair.begin()
+    pair.begin_wide()
     pair.push_all()
     pair.bell.until(lambda: pair.sent().poll is KVPoll.Success, "prefill is rid of its pages")
-    assert pair.received().progress == 3
+    assert pair.received().progress == 2
     assert pair.received().poll is KVPoll.Transferring
     pair.gated.gate.set()
     pair.bell.until(lambda: pair.received().poll is KVPoll.Success, "it is scattered")
-    assert torch.equal(pair.target.tensor[[5, 3, 9]], pair.source.tensor[:3])
+    assert all(torch.equal(pair.page(ordinal), pair.source.tensor[ordinal]) for ordinal in range(3))
     assert pair.rows.read(2) == row_of()
 
 
 def test_what_is_revoked_in_the_ring_is_not_written_and_its_pages_are_held_only_while_they_are_touched(
     pair: Gated,
 ) -> None:
-    pair.begin()
+    pair.begin_wide()
     for first in range(2):
         pair.sender.push(Push(room=7, attempt=1, first=first, pages=(first,)))
-    pair.bell.until(lambda: pair.received().progress == 2, "two frames are in the ring")
+    pair.bell.until(lambda: pair.sent().progress == 2, "two frames are in the ring")
     assert pair.gated.begun.wait(WAIT_S)
     pair.receiver.revoke(7, 1)
     assert not pair.received().writers_stopped, "the first is being scattered"
@@ -113,7 +128,8 @@ def test_what_is_revoked_in_the_ring_is_not_written_and_its_pages_are_held_only_
     staging = pair.receiver.staging
     assert staging is not None
     pair.bell.until(lambda: staging.settled(7, 1), "the second was dropped")
-    assert not pair.target.tensor[3].any()
+    assert torch.equal(pair.page(0), pair.source.tensor[0])
+    assert not pair.page(1).any()
 
 
 @pytest.mark.parametrize(
@@ -125,7 +141,7 @@ def test_a_staged_frame_that_does_not_fit_the_plan_ends_the_stream_and_writes_no
     pair: Gated, first: int, count: int, nbytes: int
 ) -> None:
     pair.gated.gate.set()
-    pair.expect()
+    pair.begin_wide()
     writer = TcpWriter(pair.receiver)
     head = FRAME.pack(FrameKind.STAGED, 1, 1, 7, nbytes) + PIECE.pack(first, count, 0)
     writer.stream.sendall(head + b"\xff" * nbytes)

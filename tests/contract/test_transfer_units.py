@@ -3,7 +3,9 @@
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -207,13 +209,19 @@ def test_a_rank_that_is_gone_fails_just_the_attempts_that_it_feeds_or_reads(make
         assert seen.poll is KVPoll.WaitingForInput
 
 
-def test_an_order_that_comes_before_its_offer_is_kept_for_it(make: Make) -> None:
+def ordered_early(make: Make) -> Units:
+    """Both readers of the one sender have ordered before it offers."""
     units = make("TP1 to TP2")
     units.begin(TOKENS)
     units.senders[0].revoke(7, 1)
     units.senders[0].forget(7, 1)
     units.order(1, 0)
     units.order(0, 0)
+    return units
+
+
+def test_an_order_that_comes_before_its_offer_is_kept_for_it(make: Make) -> None:
+    units = ordered_early(make)
     assert units.sent(0).poll is KVPoll.Failed, "it is not known"
     units.senders[0].offer(7, 1, DECODE, units.target, TOKENS)
     units.ready()
@@ -222,12 +230,7 @@ def test_an_order_that_comes_before_its_offer_is_kept_for_it(make: Make) -> None
 
 
 def test_early_orders_of_a_rank_that_is_gone_are_dropped(make: Make) -> None:
-    units = make("TP1 to TP2")
-    units.begin(TOKENS)
-    units.senders[0].revoke(7, 1)
-    units.senders[0].forget(7, 1)
-    units.order(1, 0)
-    units.order(0, 0)
+    units = ordered_early(make)
     units.senders[0].peer_gone("d1/0.1")
     units.senders[0].offer(7, 1, DECODE, units.target, TOKENS)
     assert units.sent(0).poll is KVPoll.Bootstrapping
@@ -242,6 +245,38 @@ def test_an_order_from_a_rank_that_reads_nothing_here_is_ignored(make: Make) -> 
     assert units.sent(0).poll is KVPoll.Bootstrapping
     units.order(0, 0)
     units.bell.until(lambda: units.sent(0).poll is KVPoll.WaitingForInput, "the right one is taken")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_is_written_once_all_writers_have_stopped_whenever_that_is(make: Make, seed: int) -> None:
+    random = Random(seed)
+    units = make(random.choice(list(LAYOUTS)))
+    for room in range(1, 6):
+        units.begin(TOKENS, room=room)
+        units.ready(room=room)
+        pages = len(units.source_pages)
+        cuts = {member: sorted({0, random.randrange(pages), pages}) for member in range(units.source.members)}
+        pushes = [(member, *ends) for member, at in cuts.items() for ends in pairwise(at)]
+        pushes.sort(key=lambda push: (push[1], random.random()))
+        revoked_after = random.randrange(len(pushes))
+        for member, first, end in pushes[:revoked_after]:
+            units.push(first, end, members=(member,), room=room)
+        for receiver in units.receivers:
+            receiver.revoke(room, 1)
+        for member in range(units.target.members):
+            units.bell.until(lambda m=member, r=room: units.received(m, r).writers_stopped, "decode's pages are free")
+        before = [pool.tensor.clone() for pool in units.targets]
+        words = [rows.room_word(2) for rows in units.rows]
+        for member, first, end in pushes[revoked_after:]:
+            units.push(first, end, members=(member,), room=room)
+        for sender in units.senders:
+            sender.revoke(room, 1)
+        for member in range(units.source.members):
+            units.bell.until(lambda m=member, r=room: units.sent(m, r).writers_stopped, "prefill's pages are free")
+        assert all((pool.tensor == was).all() for pool, was in zip(units.targets, before, strict=True))
+        assert words == [rows.room_word(2) for rows in units.rows]
+        for end_of in (*units.senders, *units.receivers):
+            end_of.forget(room, 1)
 
 
 @pytest.mark.parametrize("backend", ["fake"], indirect=True)

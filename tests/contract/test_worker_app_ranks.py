@@ -119,10 +119,13 @@ async def test_decode_takes_units_in_turn_and_a_named_one_wins(start: Start) -> 
 async def test_prefill_follows_the_room_unless_a_unit_is_named(start: Start) -> None:
     async with start(Role.PREFILL, dp=2) as running:
         followed = [unit_of(await running.ask(f"e-{room}", **ROOM | {"bootstrap_room": room})) for room in (4, 7, 9)]
-        named = unit_of(await running.ask("e-named", **ROOM, routed_dp_rank=0))
+        named = unit_of(await running.ask("e-named", **ROOM, routed_dp_rank=0, disagg_prefill_dp_rank=0))
+        agreed = unit_of(await running.ask("e-agreed", **ROOM, disagg_prefill_dp_rank=0))
+        astray = await running.ask("e-astray", **ROOM, routed_dp_rank=0)
         wrong = await running.ask("e-wrong", **ROOM, disagg_prefill_dp_rank=2)
     assert followed == [0, 1, 1]
-    assert named == 0, "honoured, though room 77 would follow to 1: what that means is the scheduler's to say"
+    assert (named, agreed) == (0, 0), "room 77 would follow to 1, but decode is told to look on 0"
+    assert (astray.status_code, astray.json()["error"]["reason"]) == (400, "dp_conflict"), "decode would look on 1"
     assert (wrong.status_code, wrong.json()["error"]["reason"]) == (400, "invalid_request")
     assert "disagg_prefill_dp_rank 2 is out of range: this worker has dp_size 2" in wrong.json()["error"]["message"]
 
@@ -297,7 +300,7 @@ async def test_the_last_words_of_a_rank_name_the_one_that_it_missed(start: Start
 
 
 async def test_a_stopped_follower_is_named_and_ends_its_unit(start: Start) -> None:
-    async with start(dp=2, tp=2, limits=replace(LIMITS, loop_stall_ms=400)) as running:
+    async with start(dp=2, tp=2, limits=replace(LIMITS, loop_stall_ms=1_000)) as running:
         async with streaming(running, "hold-0", 0) as survivor:
             running.kill(3, signal.SIGSTOP)
             await running.until(lambda: running.worker.state is State.DRAINING)
@@ -305,4 +308,4 @@ async def test_a_stopped_follower_is_named_and_ends_its_unit(start: Start) -> No
             await running.http.post("/abort_request", json={"rid": "hold-0"})
             assert [event async for event in survivor]
         assert await running.exit_code == 1
-    assert "rank 3 made no progress for 400 ms (loop_stall_ms) and was killed" in lost
+    assert "rank 3 made no progress for 1000 ms (loop_stall_ms) and was killed" in lost

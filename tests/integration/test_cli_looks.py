@@ -40,7 +40,7 @@ def test_the_doctor_finds_a_stack_of_baton_up_healthy(stack: Stack) -> None:
 def test_the_doctor_reads_a_plan_and_the_model_as_the_engine_does() -> None:
     done = baton("doctor", "--state", "/nonexistent", "--port", "8399", "--json")
     findings = {one["name"]: one for section in json.loads(done.stdout)["sections"] for one in section["findings"]}
-    assert "--tp may be 1, 3, 9" in findings["architecture"]["text"], findings["architecture"]
+    assert "tp may be 1, 3, 9" in findings["architecture"]["text"], findings["architecture"]
     assert "need about" in findings["memory"]["text"]
 
 

@@ -61,9 +61,9 @@ class Worker:
         return [int(pid) for pid in children]
 
     def snapshots(self) -> list[dict[str, Any]]:
-        """The gauges of every unit, fresh."""
+        """The gauges of every rank, fresh."""
         answer = httpx.get(f"{self.url}/debug/snapshot", timeout=REQUEST_S).json()
-        return [one["gauges"] for one in answer["ranks"] if one["gauges"]]  # the leaders': the others send none
+        return [one["gauges"] for one in answer["ranks"]]
 
     def stop(self) -> None:
         """SIGTERM, and SIGKILL if need be."""
@@ -86,9 +86,14 @@ def stop_all(workers: Sequence[Worker]) -> None:
 
 
 async def answer_of(
-    prefill: Worker, decode: Worker, input_ids: Sequence[int], count: int, **more: Any
+    prefill: Worker,
+    decode: Worker,
+    input_ids: Sequence[int],
+    count: int,
+    prefill_more: Mapping[str, Any] | None = None,
+    **more: Any,
 ) -> tuple[httpx.Response, httpx.Response]:
-    """Both legs of a fresh room; prefill's and decode's answers."""
+    """Both legs of a fresh room, `prefill_more` on prefill's alone; prefill's and decode's answers."""
     body: dict[str, Any] = {
         "input_ids": list(input_ids),
         "sampling_params": {"temperature": 0, "max_new_tokens": count, "ignore_eos": True},
@@ -98,7 +103,8 @@ async def answer_of(
         **more,
     }
     async with httpx.AsyncClient(timeout=REQUEST_S) as client:
-        legs = [client.post(f"{one.url}/generate", json=body) for one in (prefill, decode)]
+        bodies = ((prefill, body | dict(prefill_more or {})), (decode, body))
+        legs = [client.post(f"{one.url}/generate", json=leg) for one, leg in bodies]
         first, second = await asyncio.gather(*legs)
         return first, second
 

@@ -82,7 +82,7 @@ class Clients:
         if random.random() < 0.03:
             length = shape.context_tokens + 1 if shape.context_tokens < 200 else shape.decode_tokens
         prompt = self._prompt(length)
-        most = random.randint(0, shape.answer_most)
+        most = random.randint(shape.answer_least, shape.answer_most)
         stops = tuple(random.sample(range(VOCABULARY), 15)) if random.random() < 0.3 else ()
         sampling = Sampling(
             max_new_tokens=most,

@@ -43,12 +43,13 @@ def check_moves(rank: "Rank", moved: Moved) -> None:
 def check_books(rank: "Rank", now: int) -> None:
     """Pool and row accounting is exact, limits hold, and nothing waits without a deadline that `now` has not passed."""
     ledger = rank.ledger
-    held = rows = 0
+    held = rows = slots = 0
     for handoff in ledger.live.values():
         held += len(handoff.pages) - len(handoff.shared)
         rows += handoff.row is not None
+        slots += len(handoff.slots)
         if handoff.fenced:
-            why = handoff.in_step or handoff.opened
+            why = handoff.in_step or handoff.opened or handoff.copy
             require(bool(why), "liveness", f"{rank} {handoff.rid} is fenced and waits for nothing")
         else:
             due = handoff.due_at
@@ -60,6 +61,8 @@ def check_books(rank: "Rank", now: int) -> None:
     if ledger.rows is not None:
         total = ledger.rows.total
         require(ledger.rows.free + rows == total, "rows", f"{rank}: {ledger.rows.free} free + {rows} != {total}")
+    host = ledger.slots
+    require(host.free + slots == host.total, "slots", f"{rank}: {host.free} free + {slots} != {host.total}")
     _check_limits(rank, ledger)
 
 
@@ -70,7 +73,15 @@ def check_peer_gone(rank: "Rank", peer: Incarnation) -> None:
         require(not waits, "peer gone", f"{rank} {handoff.rid} in {handoff.phase} still waits for {peer}")
 
 
-_NEEDS_NOBODY = (Phase.ARRIVED, Phase.RUNNING, Phase.REVOKING)
+_NEEDS_NOBODY = (
+    Phase.ARRIVED,
+    Phase.RUNNING,
+    Phase.BACKING_UP,
+    Phase.RETRACTED,
+    Phase.RESTORING,
+    Phase.COMPUTING,
+    Phase.REVOKING,
+)
 
 
 def check_cause(world: "World", reason: Reason, text: str) -> None:
@@ -172,6 +183,7 @@ def _check_rank_at_rest(rank: "Rank") -> None:
     if ledger.cache is not None:
         ledger.cache.flush()
     require(ledger.pool.free == ledger.pool.total, "rest", f"{rank}: pages are missing")
+    require(ledger.slots.free == ledger.slots.total, "rest", f"{rank}: host pages are missing")
     require(ledger.rows is None or ledger.rows.free == ledger.rows.total, "rest", f"{rank}: rows are missing")
     require(not rank.transfer.kept(), "rest", f"{rank}: {rank.transfer.kept()} kept by the backend")
     now = rank.unit.leader.now

@@ -13,7 +13,7 @@ from baton_core.agreement import GateArgs, MetadataRows, Observation, Watch
 from baton_core.decode.core import DecodeCore
 from baton_core.effects import Effect
 from baton_core.events import Input, PeerGone, PeerSaid, Resolved, Submit
-from baton_core.ledger import Ledger
+from baton_core.ledger import Ledger, copy_of
 from baton_core.limits import Millis
 from baton_core.messages import MetadataRow
 from baton_core.plan import StepPlan
@@ -21,6 +21,7 @@ from baton_core.prefill.core import PrefillCore
 from baton_core.ranks import Member, member_name
 from baton_core.request import Incarnation, RequestId
 from baton_core.unit_log import Applying, Done, LogEntry, Replica, Report
+from simulation.copies import Copies
 from simulation.invariants import check_books, check_moves, check_peer_gone
 from simulation.oracle import Memory
 from simulation.receiver import FakeReceiver, Receiver
@@ -77,6 +78,7 @@ class Rank:
         self._rows = Rows(self.metadata) if decode else None
         self.gate_args = GateArgs(backend=shape.backend) if decode else None
         self.core: PrefillCore | DecodeCore = unit.new_core()
+        self.copies = Copies(self)
         self.transfer: Transfer
         fake = shape.backend == "fake"
         if decode:
@@ -218,7 +220,10 @@ class Rank:
     def poll(self, watches: Sequence[Watch]) -> list[Observation]:
         """What this rank alone sees of these handoffs, right now."""
         self._nudged = False
-        return [self.transfer.poller(watch).poll() for watch in watches]
+        return [
+            self.copies.observe(copy_of(watch)) if copy_of(watch) else self.transfer.poller(watch).poll()
+            for watch in watches
+        ]
 
     def nudge(self) -> None:
         """What this rank sees has changed: the leader should write an entry."""
@@ -264,4 +269,6 @@ _PERFORM: dict[type[Any], Callable[[Any, Any, Millis], None]] = {
     fx.Revoke: lambda rank, effect, now: rank.transfer.revoke(effect),
     fx.Fence: lambda rank, effect, now: rank.transfer.fence(effect),
     fx.Forget: lambda rank, effect, now: rank.transfer.forget(effect),
+    fx.Backup: lambda rank, effect, now: rank.copies.start(effect),
+    fx.Restore: lambda rank, effect, now: rank.copies.start(effect),
 }

@@ -28,6 +28,7 @@ FAULTS = (
     "row_never",
     "row_corrupt",
     "step_failed",
+    "copy_failed",
     "lookup_failed",
     "lookup_slow",
     "lookup_stale",
@@ -53,7 +54,7 @@ LIVE_PHASES = tuple(
 )
 """Phases in which a request waits or works, by side."""
 RARE_PHASES = (
-    *("decode.arrived",) * 16,
+    *("decode.arrived",) * 20,
     *("decode.prealloc",) * 6,
     *("decode.running",) * 4,
     *("prefill.revoking", "decode.revoking", "prefill.inflight", "prefill.queued", "decode.local") * 2,
@@ -71,6 +72,7 @@ FAULT_PHASES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("transfer_slow", "transfer_error", "reader_stuck"), _SENDING),
     **dict.fromkeys(("writer_stuck", "row_late", "row_never", "row_corrupt"), _ARRIVING),
     "step_failed": ("prefill.forwarding", "decode.computing", "decode.running"),
+    "copy_failed": ("decode.backing_up", "decode.restoring"),
     **dict.fromkeys(("lookup_failed", "lookup_slow", "lookup_stale"), ("decode.resolving",)),
 }
 """Where each fault of a process, link or transfer applies: a run must hit requests in all of these phases."""

@@ -81,12 +81,12 @@ def test_a_receiver_that_checks_neither_attempt_nor_revocation_is_noticed(monkey
     monkeypatch.setattr(Receiver, "may_write", lambda self, attempt, stream: stream.prefill.member in attempt.ways)
     monkeypatch.setattr(Receiver, "forget", forget)
     monkeypatch.setattr(Receiver, "kept", lambda self: [])
-    caught(25, "law of pages")
+    caught(0, "law of pages")
 
 
 def test_attempts_that_are_not_unique_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DecodeCore, "attempts", property(lambda self: 1, lambda self, value: None), raising=False)
-    caught(200, "is open for", "law of pages", "success", "same reason", "told in time")
+    caught(30, "is open for", "law of pages", "success", "same reason", "told in time")
 
 
 def test_a_second_answer_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,12 +103,12 @@ def test_a_second_answer_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_forgotten_tombstone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RoomTable, "bury", lambda self, room, *args, **kwargs: self.close(room))
-    caught(0, "told in time", "same reason")
+    caught(40, "told in time", "same reason")
 
 
 def test_a_farewell_that_is_never_said_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DecodeCore, "_keep_farewell", lambda *args: None)
-    caught(50, "told in time", "same reason")
+    caught(130, "told in time", "same reason")
 
 
 def test_a_link_that_never_repeats_itself_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_a_message_to_an_earlier_incarnation_that_is_obeyed_is_noticed(monkeypat
             self.own = own
 
     monkeypatch.setattr(Switchboard, "receive", receive)
-    caught(210, "old life")
+    caught(95, "old life")
 
 
 def test_a_row_that_is_never_given_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,17 +18,16 @@ from baton_core.errors import Reason, Verdict
 from baton_core.events import Abort, AgreedPoll
 from baton_core.limits import Millis
 from baton_core.machine import Handoff
+from baton_core.prefill import rules
 from baton_core.prefill.planning import PrefillWaitingQueue
 from baton_core.prefill.queue import PrefillBootstrapQueue
-from baton_core.prefill.rules import PrefillRules
-from baton_core.request import Request
 from baton_core.unit_log import Applying, LogEntry, ObserveUncovered, Replica, Report
+from simulation import worker
 from simulation.leader import Leader
 from simulation.rank import Rank
 from simulation.sender import Sender
 from simulation.test_planted_bugs import caught
 from simulation.unit import Unit
-from simulation.worker import Worker
 
 
 def test_a_consumer_that_polls_its_own_stage_again_after_the_consensus_is_noticed(
@@ -75,7 +74,7 @@ def test_a_stage_failure_that_is_applied_on_one_stage_only_is_noticed(monkeypatc
 
     monkeypatch.setattr(PrefillBootstrapQueue, "_drain", drain)
     monkeypatch.setattr(DecodePreallocQueue, "_drain", drain)
-    caught(0, "siblings")
+    caught(220, "siblings")
 
 
 def test_a_stage_failure_that_is_never_drained_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +101,7 @@ def test_a_rank_that_commits_when_its_own_metadata_is_visible_is_noticed(monkeyp
     real = agreement.agreed_polls
 
     def agreed_polls(
-        watches: Sequence[Watch], reduced: Sequence[Observation], rows: MetadataRows | None = None
+        watches: Sequence[Watch], reduced: Sequence[Observation], rows: MetadataRows | None = None, **rest: Any
     ) -> tuple[AgreedPoll, ...]:
         here = [
             replace(one, poll=KVPoll.Transferring)
@@ -113,7 +112,7 @@ def test_a_rank_that_commits_when_its_own_metadata_is_visible_is_noticed(monkeyp
             else one
             for watch, one in zip(watches, reduced, strict=True)
         ]
-        return real(watches, here, rows)
+        return real(watches, here, rows, **rest)
 
     def init(self: Rank, unit: Unit, member: int) -> None:
         real_init(self, unit, member)
@@ -132,13 +131,9 @@ def test_a_replica_that_consumes_what_it_sees_alone_is_noticed(monkeypatch: pyte
 
 
 def test_a_route_that_decode_does_not_know_of_and_nobody_refuses_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def place(self: Worker, request: Request, routed: int | None) -> tuple[Request, Unit]:
-        chosen = request.room if routed is None else routed
-        return request, self.units[chosen % self.parallel.dp]
-
-    monkeypatch.setattr(Worker, "place", place)
-    monkeypatch.setattr(PrefillRules, "_misplaced", lambda self, bootstrap: None)
-    caught(0, "route")
+    monkeypatch.setattr(worker, "misplaced", lambda *args, **kwargs: None)
+    monkeypatch.setattr(rules, "misplaced", lambda *args, **kwargs: None)
+    caught(115, "route")
 
 
 def test_two_row_writers_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,3 +166,16 @@ def test_a_sibling_that_iterates_in_another_order_is_noticed(monkeypatch: pytest
     monkeypatch.setattr(PrefillWaitingQueue, "__init__", init)
     monkeypatch.setattr(PrefillWaitingQueue, "next_slices", next_slices)
     caught(0, "siblings")
+
+
+def test_an_order_that_comes_before_its_rank_has_offered_and_is_dropped_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = Sender.offer
+
+    def offer(self: Sender, effect: Offer) -> None:
+        self._early.clear()
+        real(self, effect)
+
+    monkeypatch.setattr(Sender, "offer", offer)
+    caught(95, "success", "told in time", "cause")

@@ -14,7 +14,7 @@ from simulation.world import World
 HERE = Path(__file__).parent
 DIGEST_OF = "from simulation.test_simulation import digest; print(digest({seed}))"
 SLICE = range(60)
-DIGESTED = (3, 24, 33)
+DIGESTED = (24, 3, 33)
 
 
 def digest(seed: int) -> str:
@@ -78,7 +78,9 @@ def test_short_coverage_fails_a_long_run_and_is_named(capsys: pytest.CaptureFixt
     empty = Tally()
     assert len(shortfalls(empty)) > len(legal_edges())
     assert run._summary(empty, [1.0], SEEDS_FOR_COVERAGE) == 1
-    assert "transition prefill intake -> bootstrapping: 0 times" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "transition prefill intake -> bootstrapping: 0 times" in said
+    assert "fault crash in phase decode.running: never" in said and "units of 5 ranks: 0" in said
     assert run._summary(empty, [1.0], SEEDS_FOR_COVERAGE - 1) == 0
     assert "seeds passed" in capsys.readouterr().out
 

@@ -149,6 +149,7 @@ class Unit:
                 del self._positions[entry.position]
         if rank.leads:
             self.world.chaos.look(self)
+            self.world.pressure.look(self)
             self.leader.applied(entry)
 
     def lost(self, why: str) -> None:

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from baton_core.errors import Reason, Verdict
 from baton_core.events import DrainBegan
+from baton_core.prefill.rules import misplaced
 from baton_core.ranks import Parallel
 from baton_core.registration import FOLLOW
 from baton_core.request import FAKE_HOST, Incarnation, Request
@@ -41,14 +41,10 @@ class Worker:
             return request, self.units[in_turn]
         follows = self.world.shape.balance == FOLLOW
         chosen = routed if routed is not None else bootstrap.room % size if follows else in_turn
-        looked_for = bootstrap.prefill_dp_rank
-        if looked_for is None:
-            looked_for = bootstrap.room % size if follows else chosen
-        if looked_for != chosen:
-            text = f"room {request.room} is routed to DP rank {chosen}, decode looks for it on rank {looked_for}"
-            rejected = request.rejected or Verdict(reason=Reason.DP_CONFLICT, text=text)
-            request = replace(request, rejected=rejected)
-        return request, self.units[looked_for]
+        found = misplaced(bootstrap, dp_rank=chosen, dp_size=size, registers=size > 1 and not follows)
+        if found is None or found.looked_for_on is None:
+            return request, self.units[chosen]
+        return replace(request, rejected=request.rejected or found.verdict), self.units[found.looked_for_on]
 
     def begin(self, number: int | None) -> None:
         """DP attention: a round begins in all units."""

@@ -15,6 +15,7 @@ from simulation.clients import Clients
 from simulation.faults import Chaos
 from simulation.invariants import Broken, check_rest
 from simulation.leader import Leader
+from simulation.memory import Pressure, tightened
 from simulation.network import Network
 from simulation.rank import Rank
 from simulation.registry import Registry
@@ -39,7 +40,7 @@ class World:
         self.trace: deque[tuple[int, Rank, object]] = deque(maxlen=None if traced else TRACE_LENGTH)
         self.tally = Tally()
         self.messages: list[RoomMessage] = []
-        self.shape = draw_shape(seed, self.random)
+        self.shape = tightened(draw_shape(seed, self.random), seed)
         self.rates = self.shape.rates
         self.workers: dict[str, Worker] = {}
         self.ranks: dict[str, Rank] = {}  # of all lives, by name
@@ -49,6 +50,7 @@ class World:
             self.start(name, "prefill" if name[0] == "P" else "decode", 1)
         self.clients = Clients(self)
         self.chaos = Chaos(self)
+        self.pressure = Pressure(self)
         self.healed = False
         if self.shape.other_layouts:
             self.fault("layout_differs", None)

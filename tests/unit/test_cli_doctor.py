@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from baton_cli.__main__ import build_parser
-from baton_cli.doctor import machine, model, planned, ports, running, software
+from baton_cli.doctor import links, machine, model, planned, ports, running, software
 from baton_cli.doctor.command import doctor, read_key
 from baton_cli.doctor.findings import Finding, Level
-from baton_cli.doctor.software import Device, ModelFacts, Requirement, TorchFacts
+from baton_cli.doctor.software import Device, ModelFacts, Need, Requirement, TorchFacts
 from baton_cli.errors import UsageError
 from baton_cli.fetch import Reply, Unreachable, fetch
 from baton_cli.layout import UpOptions, parse_setting
@@ -47,7 +47,6 @@ SMOLLM = ModelFacts(
     kv_heads=3,
     context_tokens=8_192,
     numbers_a_token=2 * 30 * 3 * 64,
-    weight_bytes={"bfloat16": 300_000_000, "float32": 600_000_000},
 )
 CPU_TORCH = TorchFacts(version="2.13.0+cpu", cuda_build=None, cpu="AVX512")
 
@@ -222,7 +221,7 @@ def test_a_hub_model_is_looked_for_in_the_cache_and_never_downloaded(tmp_path: P
 def test_the_model_s_line_says_which_tensor_parallel_sizes_its_heads_permit() -> None:
     finding = model.judge_model(replace_model(CPU_TORCH, SMOLLM), ["bfloat16"])
     assert finding is not None and finding.level is Level.OK
-    assert "--tp may be 1, 3, 9" in finding.text and "KV 23,040 bytes a token" in finding.text
+    assert "tp may be 1, 3, 9" in finding.text and "23,040 bytes of KV a token in bfloat16" in finding.text
 
 
 def replace_model(torch: TorchFacts, facts: ModelFacts) -> TorchFacts:
@@ -263,25 +262,39 @@ def test_variables_of_the_caller_count_as_they_would_for_baton_up() -> None:
     assert [config.kv_tokens for config in stack.configs] == [2_048, 32_768]
 
 
+NEEDS = [Need(weight_bytes=300_000_000, pool_bytes=230_400_000), Need(weight_bytes=300_000_000, pool_bytes=460_800_000)]
+
+
 def test_memory_is_that_of_weights_and_pools_of_all_workers() -> None:
     stack = planned_with("prefill.kv_tokens=10000", "decode.kv_tokens=20000")
-    need = planned.demand(stack, SMOLLM)
+    need = planned.demand(stack, NEEDS)
     assert need.ranks == 2 and not need.uses_nccl
     assert need.memory_bytes == 2 * (planned.PROCESS_BYTES + 300_000_000) + 30_000 * 23_040
+    assert planned.demand(stack, []).memory_bytes == 0, "nobody could say"
 
 
 def test_cuda_workers_take_memory_of_the_devices_not_of_the_host() -> None:
-    stack = planned_with("prefill.device=cuda", "decode.device=cuda")
-    assert stack.wants_cuda and planned.demand(stack, SMOLLM).memory_bytes == 2 * planned.PROCESS_BYTES
+    stack = planned_with("prefill.device=cuda", "decode.device=cuda", "decode.tp=2")
+    need = planned.demand(stack, NEEDS)
+    assert stack.wants_cuda and need.memory_bytes == 3 * planned.PROCESS_BYTES and need.uses_nccl
     small = TorchFacts(
         version="2",
         cuda_build="12",
         cpu="",
         devices=[Device(name="T4", free_bytes=GIB, total_bytes=GIB)],
-        model=SMOLLM,
+        needs=NEEDS,
     )
     (finding,) = planned.device_findings(stack, small)
     assert finding.level is Level.FAIL and "1.0 GiB free on 1 devices" in finding.text
+
+
+def test_ranks_that_the_model_cannot_be_shared_among_are_found_before_they_start() -> None:
+    stack = planned_with("decode.tp=2", prefill=2)
+    needs = [NEEDS[0], NEEDS[0], Need(refused="9 query heads do not divide by tp 2")]
+    alike, refused = planned.need_findings(stack, needs)
+    assert alike.level is Level.OK and alike.name == "prefill ranks" and "one rank" in alike.text
+    assert refused.level is Level.FAIL and refused.text.startswith("tp 2: 9 query heads")
+    assert refused.advice.startswith("--set decode.tp=")
 
 
 def test_a_taken_port_fails_and_names_who_has_it() -> None:
@@ -290,6 +303,15 @@ def test_a_taken_port_fails_and_names_who_has_it() -> None:
         finding = planned.port_finding(port)
         assert ports.listener(port) is not None
     assert finding.level is Level.FAIL and "pid" in finding.text and f"--port {port + 1}" in finding.advice
+
+
+def test_folders_that_cannot_be_written_or_are_not_there_are_named(tmp_path: Path) -> None:
+    stack = planned_with(f"decode.shm_dir={tmp_path / 'sockets'}")
+    state, temporary, sockets = planned.folder_findings(stack, tmp_path / "state")
+    assert (state.level, temporary.level) == (Level.OK, Level.OK) and str(tmp_path / "state") in state.text
+    assert sockets.level is Level.FAIL and "would travel by tcp" in sockets.text
+    (tmp_path / "sockets").mkdir()
+    assert planned.folder_findings(stack, tmp_path)[2].level is Level.OK
 
 
 # -- a running stack
@@ -338,6 +360,10 @@ def worker(role: str, **info: Any) -> Answers:
     return {"/server_info": said | info, "/ready": {"ready": True, "reasons": []}}
 
 
+def rank_route(tp: int) -> str:
+    return links.RankAddress(instance="prefill-life", numbers=(0, 0, tp, 0)).route("")
+
+
 @pytest.fixture
 def stack() -> Iterator[FakeStack]:
     prefill, decode, registry = worker("prefill"), worker("decode"), Answers()
@@ -352,11 +378,14 @@ def stack() -> Iterator[FakeStack]:
                     "ready": True,
                     "ranks_registered": 1,
                     "ranks_total": 1,
+                    "layout": {"dp_size": 1, "attn_tp_size": 1, "attn_cp_size": 1, "pp_size": 1},
                     "http_host": host,
                     "http_port": int(port),
                 }
             ]
         }
+        # Anything that accepts connections will do as a rank.
+        registry[rank_route(0)] = {"rank_ip": host, "rank_port": int(port)}
         shown = [
             {"url": prefill_url, "role": "prefill", "state": "ready", "breaker": "closed"},
             {"url": decode_url, "role": "decode", "state": "ready", "breaker": "closed"},
@@ -447,6 +476,17 @@ def test_a_rank_that_is_missing_is_counted(stack: FakeStack) -> None:
     stack.registry["/v1/instances"]["instances"][0] |= {"ready": False, "ranks_total": 4}
     (bad,) = stack.bad()
     assert "1 of 4 ranks registered" in bad["text"]
+
+
+def test_a_rank_that_cannot_be_reached_is_found_before_any_traffic(stack: FakeStack) -> None:
+    stack.registry["/v1/instances"]["instances"][0]["layout"]["attn_tp_size"] = 3
+    stack.registry[rank_route(1)] = {"rank_ip": "127.0.0.1", "rank_port": 1}
+    (bad,) = stack.bad()
+    assert bad["name"] == "links" and "2 of 3 prefill ranks" in bad["text"]
+    assert (
+        "tp 1 pp 0 at 127.0.0.1:1: Connection refused" in bad["text"]
+        and "tp 2 pp 0: look-up answers 404" in bad["text"]
+    )
 
 
 def test_an_open_breaker_and_an_unfinished_upgrade_are_warnings(stack: FakeStack) -> None:

@@ -22,6 +22,7 @@ from baton_cli.__main__ import build_parser
 from baton_cli.errors import CliError, UsageError
 from baton_cli.interrupt import Interrupt
 from baton_cli.show import Screen
+from baton_cli.top.collect import Collector
 from baton_cli.top.command import top
 from baton_cli.top.frame import Line, flow, number, render, seconds, sparks, times
 from baton_cli.top.series import Histogram, Window, histogram, parse
@@ -311,6 +312,18 @@ def test_a_worker_asked_for_as_if_it_were_the_router_is_named_as_what_it_is() ->
 def test_without_anything_to_watch_it_says_what_to_do() -> None:
     with pytest.raises(CliError, match="baton up"):
         top(options("--url", "http://127.0.0.1:1"), Screen(StringIO()), Interrupt())
+
+
+def test_a_router_that_goes_away_leaves_its_workers_in_view_with_their_own_words() -> None:
+    with serving({"/metrics": scraped("decode")}) as decode:
+        workers = [{"url": decode, "role": "decode", "state": "draining", "breaker": "open"}]
+        with serving({"/server_info": {"role": "router", "workers": workers}, "/metrics": scraped("router")}) as url:
+            collector = Collector(url, [], window_s=30, timeout_s=2)
+            (before,) = collector.look().rows
+        view = collector.look()
+    assert (before.state, before.breaker) == ("draining", "open")
+    assert view.router.fault and [(row.state, row.breaker) for row in view.rows] == [("ready", "closed")]
+    assert view.seconds > 0
 
 
 class _After(Interrupt):

@@ -293,9 +293,9 @@ def test_decode_drains_an_uncovered_failure_and_keeps_its_pages_until_the_consen
     unit = ordered()
     assert unit.observe(failed_on=0) == [[Revoke(room=ROOM, attempt=1)], []]
     assert [list(one.core.prealloc.draining) for one in unit.ranks] == [["r"], []]
-    assert {one.free for one in unit.ranks} == {4}
+    assert {one.free for one in unit.ranks} == {5}
     unit.observe(agreed(poll=FAILED))
-    assert {one.free for one in unit.ranks} == {4}
+    assert {one.free for one in unit.ranks} == {5}
     effects = unit.observe(agreed(poll=FAILED, writers_stopped=True))
     assert [kinds(one) for one in effects] == [["Forget"]] * 2
     assert {one.free for one in unit.ranks} == {8}

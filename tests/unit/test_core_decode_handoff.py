@@ -202,7 +202,7 @@ def test_pages_stay_until_the_writers_stopped_and_a_stuck_writer_is_fenced() -> 
     assert Revoke(room=ROOM, attempt=1) in effects
     assert bench.step(polled(poll=KVPoll.Failed)) == []
     assert bench.after(2_000) == [Fence(room=ROOM, attempt=1)]
-    assert bench.free == 4
+    assert bench.free == 5
     bench.step(polled(poll=KVPoll.Failed, writers_stopped=True))
     assert bench.free == 8
     assert bench.core.ledger.rows is not None

@@ -187,6 +187,21 @@ def test_context_parallel_ranks_take_turns_page_by_page() -> None:
     assert bytes_fed(source, 1, target, 0, 2) == 0, "a prompt of one page"
 
 
+def test_bytes_sent_say_how_many_leading_pages_nobody_waits_for_any_more() -> None:
+    first, second = (plan(unit(cp=2), one, unit(), 0) for one in (0, 1))
+    page = first.source_page_bytes
+    assert page == unit().member(0).page_bytes
+    assert [first.leading_pages(sent) for sent in (0, page - 1, page, 2 * page)] == [0, 0, 2, 4]
+    assert [second.leading_pages(sent) for sent in (0, page)] == [1, 3], "page 0 is not its own"
+    assert first.source_pages(5) == 3
+
+
+def test_a_plan_knows_whether_there_is_anything_to_gather() -> None:
+    assert plan(unit(), 0, unit(pp=3), 0).is_one_run
+    assert not plan(unit(), 0, unit(tp=2), 0).is_one_run
+    assert not plan(unit(tp=2), 0, unit(tp=2), 1).is_one_run, "nothing is sent at all"
+
+
 @pytest.mark.parametrize("name", ["layers", "kv_heads", "head_dim", "element_bytes"])
 def test_what_no_plan_translates_is_refused_naming_both_values(name: str) -> None:
     text = rf"{name} is {getattr(unit(), name)} on prefill and 8 on decode"

@@ -9,11 +9,12 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
+from torch.testing import assert_close
 
 from baton_core.errors import EngineError
 from baton_core.ranks import Parallel
 from baton_engine.groups import RankGroup, join
-from rank_pool import Fault, RankPool, everything_grouped, left, rank_pool, started, summed
+from rank_pool import Fault, RankPool, agreed, everything_grouped, left, rank_pool, started, summed
 
 
 @pytest.fixture
@@ -45,6 +46,9 @@ def test_every_rank_is_in_its_groups_and_every_group_works(ranks: RankPool, tmp_
     assert [answer["first"] for answer in answers] == [[0, 1], None, [2, 3], None]
     assert [answer["sum"] for answer in answers] == [[1], [1], [5], [5]]
     assert [answer["passed"] for answer in answers] == [[0], [1], [0], [1]]
+    each = [torch.randn(40_003, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
+    assert_close(answers[0]["large"], torch.stack(each).sum(0))
+    assert all(torch.equal(answer["large"], answers[0]["large"]) for answer in answers), "to the last bit"
 
 
 def test_with_dp_attention_the_mlp_is_shared_by_all_units_and_across_hosts_ranks_meet_by_tcp(ranks: RankPool) -> None:
@@ -90,6 +94,19 @@ def test_a_rank_that_ends_in_the_middle_is_named_at_once(ranks: RankPool, tmp_pa
 def test_a_rank_that_does_not_start_is_named_and_nobody_waits_longer_than_told(ranks: RankPool, tmp_path: Path) -> None:
     answers = ranks.run(started, (0, 2), Parallel(tp=4), rendezvous(tmp_path), 300)
     assert [answer.text for answer in answers] == ["ranks 1, 3 did not come to 'start' within 300 ms"] * 2
+
+
+def test_agreements_have_any_length_and_members_that_disagree_about_it_are_named(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    counts = (0, 1, 511, 512, 4_096)
+    answers = ranks.run(agreed, range(3), Parallel(cp=3), rendezvous(tmp_path), counts)
+    for *least, said in answers:
+        assert least == [[0 if index % 2 == 0 else -2 for index in range(count)] for count in counts]
+        assert said == (
+            "group control_stage: members brought different numbers of values to an agreement: "
+            "rank 0 2, rank 1 602, rank 2 1202"
+        )
 
 
 def test_units_of_plain_dp_do_not_wait_for_each_other(ranks: RankPool, tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ from torch.testing import assert_close
 
 import baton_engine.attention
 import baton_engine.step_batch
-from baton_core.plan import StepPlan
+from baton_core.plan import SequenceSlice, StepPlan
 from baton_engine.attention import layer_views
 from baton_engine.kv_pool import KVPool, PoolShape
+from baton_engine.model_config import SlidingWindow
 from baton_engine.projection import gated_projection, projection
 from baton_engine.residual import ResidualStream, norm_weight
 from baton_engine.rotation import Rotation, paired
@@ -157,6 +158,49 @@ def test_a_plan_s_batch_holds_no_padding_for_a_sequence_of_its_own() -> None:
     )
     (group,) = batch.decode_groups
     assert group.bias is None and group.keys.shape == (1, 2, 6, 8) and math.prod(group.gathered.shape) == 2 * 2 * 2 * 32
+
+
+def _windowed(layers: tuple[int, ...], *slices: SequenceSlice) -> StepBatch:
+    """The batch of a model of 3 layers, of which `layers` see 9 tokens; a page has 4."""
+    engine = TinyEngine(oracle())
+    config = replace(engine.config, sliding_window=SlidingWindow(tokens=9, layers=frozenset(layers)))
+    return BatchBuilder(config, engine.pool.shape, torch.device("cpu")).build(StepPlan(step=1, slices=slices))
+
+
+def test_layers_with_a_window_gather_only_the_pages_of_the_window() -> None:
+    far, near = part("far", [1], 100, first_page=0), part("near", [1], 5, first_page=1)
+    runs = 2 * 2  # of keys and values, of 2 heads
+    batch = _windowed((1,), far, near, part("chunk", [1, 2, 3], 50, first_page=2))
+    alone, together = batch.decode_groups[1].in_layer(True), batch.decode_groups[1].in_layer(False)
+    assert len(together.gather) == 26 * runs and len(alone.gather) == 3 * runs  # pages 23 to 25, tokens 92 to 100
+    assert together.keys.shape[2] == 101 and alone.keys.shape[2] == 9 and alone.bias is None
+    short = batch.decode_groups[0]
+    assert short.in_layer(True) is short, "nothing lies before its window"
+    chunk = batch.prompt_chunks[0]
+    assert chunk.in_layer(False).gather is not None and len(chunk.in_layer(False).gather) == 14 * runs
+    assert chunk.in_layer(True).gather is not None and len(chunk.in_layer(True).gather) == 4 * runs  # tokens 42 to 52
+    assert chunk.in_layer(True).past_tokens is None
+
+
+def test_where_every_layer_has_a_window_nothing_else_is_gathered_or_kept_room_for() -> None:
+    batch = _windowed((0, 1, 2), part("far", [1], 100, first_page=0), part("chunk", [1, 2, 3], 50, first_page=2))
+    (group,), (chunk,) = batch.decode_groups, batch.prompt_chunks
+    assert group.near is None and chunk.near is None
+    assert len(group.gather) == 3 * 4 and chunk.gathered is not None and len(chunk.gathered) == 4 * 4
+    assert group.gathered.untyped_storage().nbytes() == 4 * 4 * 4 * 8 * 4
+
+
+def test_windows_of_sequences_of_different_length_are_gathered_together() -> None:
+    model = oracle("mistral", sliding_window=9)
+    engine = TinyEngine(model, window=9)
+    lengths = [20, 23, 27, 30]
+    for index, length in enumerate(lengths):
+        engine.logits(part(f"r{index}", prompt(length, seed=index), 0, first_page=index, sample=False))
+    slices = [part(f"r{index}", [9], length, first_page=index) for index, length in enumerate(lengths)]
+    expected = torch.stack(
+        [oracle_logits(model, [*prompt(length, seed=index), 9])[-1] for index, length in enumerate(lengths)]
+    )
+    assert_close(engine.logits(*slices), expected, atol=2e-4, rtol=1e-4)
 
 
 def _batch(engine: TinyEngine, plan: StepPlan) -> StepBatch:

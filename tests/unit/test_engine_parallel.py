@@ -23,6 +23,7 @@ from rank_pool import (
     RankPool,
     Rounds,
     answering,
+    broken,
     computed,
     load_rank,
     poisoned,
@@ -226,6 +227,16 @@ def test_a_fault_in_what_the_speaker_finds_fails_the_step_and_nobody_else(
     assert [[one.token for one in result.results] for result in others] == [
         [one.token for one in result.results] for result in expected
     ]
+
+
+def test_a_fault_in_a_forward_ends_the_rank_and_its_siblings_hear_of_it(
+    ranks: RankPool, folder: Path, tmp_path: Path
+) -> None:
+    path = saved(folder, "biased", None)
+    plans, _, _ = solo(path, "float32", "a", CHUNK)
+    answers = ranks.run(broken, range(2), Parallel(tp=2), f"file://{tmp_path}/meet", str(path), plans[0], 1)
+    assert answers[1] == Fault("RuntimeError", "the device is out of memory")
+    assert answers[0].kind == "GroupLost" and "rank 1 did not answer the roll call" in answers[0].text
 
 
 @pytest.mark.parametrize(

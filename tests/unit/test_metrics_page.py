@@ -71,6 +71,8 @@ def counted(tree: ast.Module) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in COUNTING:
             found += node.args[:1]
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.JoinedStr) and "{" in leading_text(node.value):
+            found.append(node.value)  # a helper that makes a key with labels
         if isinstance(node, ast.Subscript) and ast.unparse(node.value).lstrip("self._") in ("gauges", "counters"):
             found.append(node.slice)
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) in ("gauges", "counters"):

@@ -39,10 +39,9 @@ def test_whole_writes_pass_without_their_records_and_the_records_are_kept() -> N
     assert one.take(signed(OPENING + THE, {"tokens": [1]})) == OPENING + THE
     assert one.take(signed(b"", {"tokens": [2]})) == b""
     assert records(one) == [{"tokens": [1]}, {"tokens": [2]}]
-    assert one.is_resumable
+    assert one.has_begun
     assert one.take(signed(END, {"tokens": [5]}, b"last")) == END
     assert one.is_complete
-    assert not one.is_resumable
 
 
 @given(st.lists(st.integers(0, len(STREAM)), max_size=12))
@@ -60,6 +59,7 @@ def test_wherever_a_stream_breaks_what_passed_is_what_the_records_say(length: in
     tokens = [token for record in records(one) for token in record["tokens"]]
     assert passed == {0: b"", 1: OPENING + THE, 2: OPENING + THE, 4: OPENING + THE + DOG}[len(tokens)]
     assert not one.is_complete
+    assert one.has_begun == bool(passed)
 
 
 def test_an_error_in_words_passes_nothing_and_ends_the_journal_of_that_worker() -> None:

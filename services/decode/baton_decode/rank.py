@@ -10,9 +10,11 @@ from baton_decode.side import DecodeSide
 from baton_engine.rank import Materials, Parts, read_settings_line, run_rank
 from baton_engine.transfer.attempts import AttemptTable
 from baton_engine.transfer.fake import FakeReceiver
+from baton_engine.transfer.pool_bytes import PoolTarget
 from baton_engine.transfer.protocol import Receiver
 from baton_engine.transfer.receiver import Door, PageReceiver
 from baton_engine.transfer.shm_door import ShmDoor
+from baton_engine.transfer.staging import StagingRing
 from baton_engine.transfer.tcp_door import TcpDoor
 from baton_io.config import from_json
 from baton_io.logs import configure_logs
@@ -57,7 +59,16 @@ def _receiver(materials: Materials) -> Receiver:
             log.warning("transfer.without_shm", text=error.verdict.text)
     if materials.backend in ("auto", "tcp"):
         doors.append(
-            TcpDoor(engine.pool, engine.rows, table, host=settings.host, advertise_host=settings.advertise_host)
+            TcpDoor(
+                engine.pool,
+                engine.rows,
+                table,
+                host=settings.host,
+                advertise_host=settings.advertise_host,
+                staging=StagingRing(PoolTarget(engine.pool), table, materials.poker)
+                if settings.transfer_staging
+                else None,
+            )
         )
     return PageReceiver(table, materials.layout, materials.place.member, engine.rows, doors)
 

@@ -15,7 +15,7 @@ from baton_core.events import BootstrapInfos, RankEndpoint
 from baton_core.kv_layout import UnitLayout, writers
 from baton_core.limits import Millis
 from baton_core.messages import PageOrder
-from baton_core.ranks import Place, unit_of
+from baton_core.ranks import Place, member_of, unit_of
 from baton_core.request import Incarnation
 from baton_engine.transfer.attempts import sibling
 from baton_engine.transfer.protocol import Receiver
@@ -64,7 +64,8 @@ class DecodeSide:
 
     def peer_gone(self, peer: Incarnation) -> None:
         """Keep nothing about a prefill rank that is gone; what it feeds fails here, and so in the whole unit."""
-        self._endpoints.pop(unit_of(peer), None)
+        if member_of(peer) == 0:
+            self._endpoints.pop(unit_of(peer), None)
         self.attempts.peer_gone(peer)
 
     def _connect(self, infos: BootstrapInfos, now: Millis) -> None:

@@ -51,7 +51,8 @@ def _sender(materials: Materials) -> Sender:
         probe_ms = min(timeout_ms, SHM_PROBE_MS) if materials.backend == "auto" else timeout_ms
         ways.append(ShmWay(pool, name, table, poker, connect_timeout_ms=probe_ms))
     if materials.backend in ("auto", "tcp"):
-        ways.append(TcpWay(pool, name, table, connect_timeout_ms=timeout_ms))
+        staged = materials.settings.transfer_staging
+        ways.append(TcpWay(pool, name, table, connect_timeout_ms=timeout_ms, staged=staged))
     return PageSender(table, materials.layout, materials.place.member, ways)
 
 

@@ -63,7 +63,7 @@ class Calls:
         exchange.stage = f"waiting for the first bytes of {who}"
         prefill_ranks, decode_ranks = ranks_told(settings.dp_mode, pair)
         continuation = None
-        if trip.journal is not None:
+        if trip.journal is not None and trip.journal.has_begun:
             continuation = trip.journal.continuation()
             fields = {name: value for name, value in fields.items() if name != "rid"}  # the head's counts attempts
         decode_body = body_for_workers(fields, bootstrap, decode_ranks, continuation)
@@ -73,7 +73,8 @@ class Calls:
             prefill_body=decode_body if same else body_for_workers(fields, bootstrap, prefill_ranks, continuation),
             decode_body=decode_body,
             headers=self._headers(trip, fields),
-            wants_scores=trip.journal is None and asks_for_scores(exchange.route, fields),
+            wants_scores=continuation is None and trip.scores is None and asks_for_scores(exchange.route, fields),
+            continues=continuation is not None,
         )
 
     async def register(self, room: int, pair: Pair) -> Failure | None:

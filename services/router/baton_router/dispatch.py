@@ -118,6 +118,7 @@ class Dispatch:
             decode=None if pair is None else pair.decode.key,
             status=exchange.status,
             attempts=trip.attempts,
+            migrations=trip.migrations,
             took_ms=round(took_s * 1000, 1),
             ttft_ms=None if trip.first_byte_s is None else round((trip.first_byte_s - trip.began_s) * 1000, 1),
             failure=None if exchange.failure is None else exchange.failure.text,

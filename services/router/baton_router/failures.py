@@ -25,6 +25,7 @@ class FailureKind(Enum):
     REFUSED = "refused"  # no connection: nothing was sent
     LOST = "lost"  # the connection ended before the first byte of an answer
     BUSY = "busy"  # 503: the worker is full, draining or starting
+    PEER = "peer"  # 500 or 502: the worker says that its scheduler is lost, or the worker that it was paired with
     ANSWERED = "answered"  # any other status: trying again changes nothing
     BROKE = "broke"  # the worker ended an answer that had begun, in words
     OWN = "own"  # the router's own verdict on the whole request
@@ -42,7 +43,11 @@ class Rejection(Enum):
 
 
 DOOR_STATUS = {Rejection.UNAUTHORIZED: 401, Rejection.QUOTA: 429, Rejection.QUEUE_FULL: 503}
-RETRYABLE = frozenset({FailureKind.REFUSED, FailureKind.LOST, FailureKind.BUSY})
+CAUSES = frozenset({FailureKind.REFUSED, FailureKind.LOST, FailureKind.BUSY})
+"""What no failure of the other leg can explain better, short of the request being wrong."""
+RETRYABLE = CAUSES | {FailureKind.PEER}
+PEER_REASONS = frozenset({"worker_lost", "peer_lost", "transfer_failed"})
+"""Our workers' words for it; another reason with these statuses may well be the request's own doing."""
 MOVABLE = RETRYABLE | {FailureKind.BROKE}
 """After which an answer that had begun may be continued by another pair."""
 MOVABLE_STATUSES = frozenset({500, 502, 503})
@@ -137,12 +142,36 @@ def error_type(status: int) -> str:
 
 
 def prefer(first: Failure, second: Failure) -> Failure:
-    """Which of two legs' failures is the cause: never a mere echo; a wrong request before a consequence of it."""
+    """Which of two legs' failures is the cause: never a mere echo; a wrong request before a consequence of it; a worker
+    that is gone or full before what the other says of it."""
     if first.is_echo != second.is_echo:
         return second if first.is_echo else first
     if first.is_root_cause != second.is_root_cause:
         return first if first.is_root_cause else second
+    if (first.kind in CAUSES) != (second.kind in CAUSES):
+        return first if first.kind in CAUSES else second
     return first
+
+
+def kind_of_answer(status: int, body: bytes) -> FailureKind:
+    """What a worker means that does not take the request."""
+    if status == BUSY_STATUS:
+        return FailureKind.BUSY
+    if status not in (500, 502):
+        return FailureKind.ANSWERED
+    try:
+        reason = msgspec.json.decode(body, type=_Envelope).error.reason
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return FailureKind.ANSWERED
+    return FailureKind.PEER if reason in PEER_REASONS else FailureKind.ANSWERED
+
+
+class _Error(msgspec.Struct, frozen=True):
+    reason: str = ""
+
+
+class _Envelope(msgspec.Struct, frozen=True):
+    error: _Error
 
 
 def _failure(

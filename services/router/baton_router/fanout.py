@@ -74,6 +74,7 @@ async def serve_parts(road: Road, trip: Trip, parts: Parts, ask: Callable[[Field
     failure = await _all(road, trips, parts)
     trip.pair, trip.room = trips[0].pair, trips[0].room
     trip.attempts = max(one.attempts for one in trips)
+    trip.migrations = sum(one.migrations for one in trips)
     trip.first_byte_s = min((one.first_byte_s for one in trips if one.first_byte_s is not None), default=None)
     return failure or await _finish(trip.exchange, parts, sinks, joiner)
 

@@ -39,9 +39,9 @@ class Journal:
         self._held = b""
 
     @property
-    def is_resumable(self) -> bool:
-        """Whether a worker could continue from here."""
-        return bool(self._records) and not self.is_complete
+    def has_begun(self) -> bool:
+        """Whether anything passed. If not, another worker may begin anew."""
+        return bool(self._records)
 
     def continuation(self) -> msgspec.Raw:
         """All records, as a JSON array."""

@@ -16,12 +16,12 @@ from baton_core.routing.workers import Target, Worker
 from baton_router.directory import Directory
 from baton_router.exchange import EVENT_STREAM
 from baton_router.failures import (
-    BUSY_STATUS,
+    CAUSES,
     JSON_TYPE,
-    RETRYABLE,
     Failure,
     FailureKind,
     envelope,
+    kind_of_answer,
     leg_failure,
     prefer,
 )
@@ -39,13 +39,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What the legs send. With `wants_scores` prefill's answer is kept: it holds the prompt's logprobs."""
+    """What the legs send. With `wants_scores` prefill's answer is kept: it holds the prompt's logprobs.
+
+    `continues`: the answer is to begin where another worker's broke off.
+    """
 
     path: str
     prefill_body: bytes
     decode_body: bytes
     headers: Mapping[str, str]
     wants_scores: bool = False
+    continues: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +129,8 @@ class Leg(Generic[T]):
 
     def end_at(self, deadline_s: float) -> None:
         """End at `deadline_s` of the loop's clock at the latest."""
+        if self.task.done():
+            return  # nearly always: prefill has said its one token long before decode's last
         # The timer also holds the only lasting reference to this leg: a loop keeps its tasks weakly.
         timer = asyncio.get_running_loop().call_at(deadline_s, self.end)
         self.task.add_done_callback(lambda _task: timer.cancel())
@@ -219,7 +225,6 @@ async def _drop(answer: Answer) -> None:
 
 async def _told(worker: Worker, answer: Answer) -> Failure:
     """What a worker says that did not take the request, in its own words, as far as they come."""
-    kind = FailureKind.BUSY if answer.status == BUSY_STATUS else FailureKind.ANSWERED
     text = f"{_named(worker)} answered {answer.status}"
     content_type = answer.headers.get("content-type", "application/octet-stream").encode("latin-1")
     try:
@@ -227,6 +232,7 @@ async def _told(worker: Worker, answer: Answer) -> Failure:
             body = await read_all(answer, ERROR_BODY_BYTES_MAX)
     except (UpstreamLost, TimeoutError):
         body = b""
+    kind = kind_of_answer(answer.status, body)
     if not body:
         reason = Reason.INVALID_REQUEST if answer.status < 500 else Reason.PEER_LOST
         body, content_type = envelope(Verdict(reason=reason, text=text), answer.status), JSON_TYPE
@@ -244,7 +250,7 @@ async def _told(worker: Worker, answer: Answer) -> Failure:
 
 def _stands(failure: Failure) -> bool:
     """Whether no other leg's failure could explain this one better."""
-    return failure.is_root_cause or failure.kind in RETRYABLE
+    return failure.is_root_cause or failure.kind in CAUSES
 
 
 def _blame(worker: Worker, error: UpstreamError) -> str:

@@ -107,7 +107,7 @@ class Road:
             return None if may else failure
         if not failure.is_movable or not settings.migrations or not trip.exchange.is_event_stream:
             return failure
-        if journal is None or not journal.is_resumable:
+        if journal is None:
             return failure.because("the answer cannot be continued elsewhere: the worker told no token ids")
         if trip.migrations >= settings.migrations:
             return failure.because(f"the answer was to be continued {trip.migrations} times already (migrations)")
@@ -118,8 +118,9 @@ class Road:
     def _another(self, trip: Trip, failure: Failure, failed: Pair, avoid: tuple[str, ...]) -> Pair | NoPair:
         """A pair without the workers that failed; where there is none, one with what may well be sound of them."""
         pair = self._choose(trip, avoid)
-        if isinstance(pair, NoPair) and failure.kind is FailureKind.LOST:
-            return self._choose(trip, ())  # a broken connection says little about the worker
+        is_heard = failure.kind is FailureKind.PEER and failure.status != WORKERS_FAULT
+        if isinstance(pair, NoPair) and (failure.kind is FailureKind.LOST or is_heard):
+            return self._choose(trip, ())  # a broken connection says little about the worker, nor do another's troubles
         ranks = tuple(
             target.key
             for target in (failed.prefill, failed.decode)
@@ -149,8 +150,10 @@ class Road:
             outcome = await attempt.outcome()
             if isinstance(outcome, FirstBytes) and call.wants_scores:
                 outcome = await self._scored(trip, attempt, outcome)
-            if isinstance(outcome, FirstBytes) and trip.journal is not None:
-                outcome = await self._continued(trip, attempt, outcome)
+            elif isinstance(outcome, FirstBytes) and call.continues and _is_new(outcome):
+                outcome = _began_anew(pair)
+            elif isinstance(outcome, FirstBytes) and trip.scores is not None:
+                outcome = await self._merged(trip, attempt, outcome)
             failure = await self._relay(trip, outcome) if isinstance(outcome, FirstBytes) else outcome
             if failure is None:
                 attempt.leave(trip.deadline_s)
@@ -173,14 +176,6 @@ class Road:
         trip.scores = scores
         return await self._merged(trip, attempt, first)
 
-    async def _continued(self, trip: Trip, attempt: Attempt, first: FirstBytes) -> FirstBytes | Failure:
-        """An answer that begins where the last one broke off; a worker that does not say so began anew."""
-        if first.answer.headers.get(TOKEN_IDS_HEADER, "0") == "0":
-            url = attempt.pair.decode.worker.url
-            text = f"decode worker {url} began a new answer instead of continuing one"
-            return leg_failure(FailureKind.ANSWERED, text, url)
-        return first if trip.scores is None else await self._merged(trip, attempt, first)
-
     async def _merged(self, trip: Trip, attempt: Attempt, first: FirstBytes) -> FirstBytes | Failure:
         assert trip.scores is not None
         try:
@@ -193,6 +188,8 @@ class Road:
         exchange, answer, chunk = trip.exchange, first.answer, first.chunk
         if not exchange.began:
             await self._begin(trip, first)
+        elif TOKEN_IDS_HEADER not in answer.headers:
+            trip.journal = None  # nothing had passed, and this worker tells no tokens
         exchange.stage = "passing the answer on"
         journal = trip.journal
         assert trip.pair is not None
@@ -239,7 +236,7 @@ class Road:
             worker = target.worker
             if failure.kind is FailureKind.REFUSED:
                 self._directory.refused(worker, failure.text)
-            elif failure.kind in (FailureKind.LOST, FailureKind.BUSY, FailureKind.BROKE):
+            elif failure.kind in (FailureKind.LOST, FailureKind.BUSY, FailureKind.BROKE, FailureKind.PEER):
                 self._directory.doubt(worker)
             if failure.kind in (FailureKind.REFUSED, FailureKind.LOST) or failure.status == WORKERS_FAULT:
                 self._directory.failed(target)
@@ -250,6 +247,17 @@ class Road:
 def _lost(pair: Pair, lost: UpstreamLost) -> Failure:
     url = pair.decode.worker.url
     return leg_failure(FailureKind.LOST, f"decode worker {url}: {lost.text}", url)
+
+
+def _is_new(first: FirstBytes) -> bool:
+    """Whether an answer does not say that it begins with the tokens it was given."""
+    return first.answer.headers.get(TOKEN_IDS_HEADER, "0") == "0"
+
+
+def _began_anew(pair: Pair) -> Failure:
+    url = pair.decode.worker.url
+    text = f"decode worker {url} began a new answer instead of continuing one"
+    return leg_failure(FailureKind.ANSWERED, text, url)
 
 
 def _broke(pair: Pair, status: int, words: bytes) -> Failure:

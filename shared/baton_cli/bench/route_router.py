@@ -81,11 +81,14 @@ class SimulatedRouter:
         """It was over in a good way."""
         self._breakers.pop(target.worker.url, None)
 
-    def failed(self, url: str, now_s: float, *, refused: bool) -> None:
-        """A leg was over by the worker's own fault; refused: nobody listens there, so it is unready until probed."""
+    def failed(self, url: str, now_s: float) -> None:
+        """A leg was refused or lost: it counts on the breaker, and the worker is unready until a probe finds it back.
+
+        A router probes a worker that lost a leg at once, which takes no time here.
+        """
         breaker = self._breakers.setdefault(url, Breaker(BreakerLimits()))
         breaker.failed(_ms(now_s))
-        if refused and self._usable[url]:
+        if self._usable[url]:
             self._usable[url] = False
             self._fleet = self._built()
 

@@ -7,7 +7,7 @@ The law of pages in short: a request takes its room on decode first, prompt and 
 """
 
 import heapq
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -100,7 +100,8 @@ class PrefillMachine(Machine):
     def __init__(self, url: str, shape: WorkerShape) -> None:
         super().__init__(url, shape)
         self._free_at_s = 0.0
-        self._cache: dict[bytes, None] = {}  # in order of last use
+        # In order of last use. An OrderedDict, because a plain one steps over everything that was taken from its front.
+        self._cache: OrderedDict[bytes, None] = OrderedDict()
         self._blocks_max = shape.cache_tokens // BLOCK_TOKENS
 
     def compute(self, job: Job, now_s: float) -> float:
@@ -135,7 +136,7 @@ class PrefillMachine(Machine):
             cache.pop(block, None)
             cache[block] = None
         while len(cache) > self._blocks_max:
-            del cache[next(iter(cache))]
+            cache.popitem(last=False)
 
 
 class DecodeMachine(Machine):

@@ -222,7 +222,7 @@ class World:
             if not machine.alive:
                 router.ended(pair.prefill)
                 router.ended(pair.decode)
-                self._again(job, machine.url, now_s, refused=True)
+                self._again(job, machine.url, now_s)
                 return
         prefill.jobs[job] = None
         decode.jobs[job] = None
@@ -296,9 +296,9 @@ class World:
             if had_begun:
                 self._parts[Part(job.part)].broken += 1
                 self._live -= 1
-                router.failed(machine.url, now_s, refused=False)
+                router.failed(machine.url, now_s)
             else:
-                self._again(job, machine.url, now_s, refused=False)
+                self._again(job, machine.url, now_s)
 
     def _revive(self, machine: Machine, _epoch: int, now_s: float) -> None:
         machine.revive(now_s)
@@ -310,9 +310,9 @@ class World:
         else:
             machine.factor = self._shape.slow_factor
 
-    def _again(self, job: Job, url: str, now_s: float, *, refused: bool) -> None:
+    def _again(self, job: Job, url: str, now_s: float) -> None:
         router = self._routers[job.router]
-        router.failed(url, now_s, refused=refused)
+        router.failed(url, now_s)
         if not router.may_retry(job):
             self._fail(job)
             return

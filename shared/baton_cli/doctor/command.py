@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton_cli import state
-from baton_cli.doctor import machine, planned, running, software
+from baton_cli.doctor import links, machine, planned, running, software
 from baton_cli.doctor.arguments import COMPLETION_SECONDS
 from baton_cli.doctor.findings import (
     Finding,
@@ -120,7 +120,8 @@ def _running(stack: Stack, visit: running.Visit, no_completion: bool) -> Iterato
     yield Section(title="Router and registry", findings=tuple(found))
     workers = running.ask_workers(running.named_workers(router, instances, stack.workers), visit)
     judged = running.judge_workers(workers) + running.judge_registration(workers, instances, registry)
-    yield Section(title="Workers", findings=(*judged, *running.judge_fit(workers)))
+    reachable = [] if registry is None else links.link_findings(registry, instances, visit)
+    yield Section(title="Workers", findings=(*judged, *reachable, *running.judge_fit(workers)))
     if stack.url is not None and router and not no_completion:
         yield Section(title="A real request", findings=(running.complete(stack.url, visit),))
 
@@ -144,18 +145,18 @@ def _planned(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Itera
     stack = planned.planned(options, environ)
     located = planned.locate_model(stack, environ)
     path = None if located is None else located.path
-    torch = software.probe_torch(path, "cuda" if stack.wants_cuda else "cpu", stack.dtypes)
+    torch = software.probe_torch(path, [planned.wanted_of(config) for config in stack.configs])
     packages = software.judge_packages(software.requirements(), software.installed, engine_needed=True)
     torch_finding = software.judge_torch(torch, is_needed=True, wants_cuda=stack.wants_cuda)
-    model = torch.model if isinstance(torch, software.TorchFacts) else None
-    local = machine.judge(machine.look(), planned.demand(stack, model))
+    needs = torch.needs if isinstance(torch, software.TorchFacts) else []
+    local = machine.judge(machine.look(), planned.demand(stack, needs))
     yield Section(
         title="This machine",
         findings=(
             *packages,
             torch_finding,
             *local,
-            planned.disk_finding(arguments.state),
+            *planned.folder_findings(stack, arguments.state),
             software.docker_finding(),
         ),
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from baton_cli.show import BOLD, GREEN, RED, YELLOW, Screen
 
-NAME_WIDTH = 15
+NAME_WIDTH = 16
 INDENT = " " * (2 + 6 + NAME_WIDTH + 1)
 
 

@@ -109,15 +109,12 @@ def judge_model(found: TorchFacts, dtypes: Sequence[str]) -> Finding | None:
     model = found.model
     if model is None:
         return None
-    needs = ", ".join(
-        f"{name}: weights {model.weight_bytes[name] / 1024**3:.2f} GiB, KV {kv_bytes_a_token(model, name):,} bytes a token"
-        for name in dtypes
-    )
+    cache = ", ".join(f"{kv_bytes_a_token(model, name):,} bytes of KV a token in {name}" for name in dtypes)
     tp = ", ".join(str(size) for size in tensor_parallel_sizes(model))
     return ok(
         "architecture",
-        f"{model.architecture}, {model.parameters / 1e6:,.0f} M weights, context {model.context_tokens:,}; {needs}; "
-        f"--tp may be {tp}",
+        f"{model.architecture}, {model.parameters / 1e6:,.0f} M weights, context {model.context_tokens:,}, {cache}; "
+        f"tp may be {tp}",
     )
 
 

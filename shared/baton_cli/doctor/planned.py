@@ -2,15 +2,16 @@
 
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from baton_cli.doctor.findings import Finding, fail, ok, warn
 from baton_cli.doctor.machine import GIB, Demand, gib
-from baton_cli.doctor.model import Located, judge_model, kv_bytes_a_token, locate
+from baton_cli.doctor.model import Located, judge_model, locate
 from baton_cli.doctor.ports import listener
-from baton_cli.doctor.software import ModelFacts, TorchFacts
+from baton_cli.doctor.software import Need, TorchFacts, Wanted
 from baton_cli.layout import WORKERS, Host, ProcessSpec, UpOptions, plan
 from baton_cli.ports import FIRST_PORT, is_free
 from baton_io.config import ConfigError, resolve
@@ -87,23 +88,44 @@ def locate_model(stack: Planned, environ: Mapping[str, str]) -> Located | None:
     return locate(stack.models[0], environ)
 
 
-def demand(stack: Planned, model: ModelFacts | None) -> Demand:
+def wanted_of(config: WorkerConfig) -> Wanted:
+    """A worker as the probe of the engine is asked about it."""
+    return Wanted(
+        dtype=config.dtype,
+        device=config.device,
+        kv_tokens=config.kv_tokens,
+        ranks=list(config.local_ranks),
+        parallel=asdict(config.parallel),
+    )
+
+
+def demand(stack: Planned, needs: Sequence[Need]) -> Demand:
     """What the stack asks of the host; pools and weights of CUDA workers are on their devices."""
     uses_nccl = any(config.device == "cuda" and len(config.local_ranks) > 1 for config in stack.configs)
-    if model is None:
+    if len(needs) != len(stack.configs):
         return Demand(ranks=stack.ranks, uses_nccl=uses_nccl)
-    memory = sum(
-        PROCESS_BYTES * len(config.local_ranks) + (0 if config.device == "cuda" else _weights_and_pool(config, model))
-        for config in stack.configs
+    memory = PROCESS_BYTES * stack.ranks + sum(
+        need.weight_bytes + need.pool_bytes
+        for config, need in zip(stack.configs, needs, strict=True)
+        if config.device != "cuda"
     )
     return Demand(ranks=stack.ranks, memory_bytes=memory, uses_nccl=uses_nccl)
 
 
-def _weights_and_pool(config: WorkerConfig, model: ModelFacts) -> int:
-    """Of all its ranks on this machine. Shards add up to one copy a unit; embeddings that ranks share out count once."""
-    units = config.parallel.dp * len(config.local_ranks) / config.parallel.ranks
-    each = model.weight_bytes[config.dtype] + config.kv_tokens * kv_bytes_a_token(model, config.dtype)
-    return round(units * each)
+def need_findings(stack: Planned, needs: Sequence[Need]) -> list[Finding]:
+    """Whether the model can be shared out as each worker is to, and what its ranks here take."""
+    found: dict[Finding, None] = {}  # workers of one role are alike: one line for all of them
+    for config, need in zip(stack.configs, needs, strict=len(needs) == len(stack.configs)):
+        role = next(role for role, kind in CONFIGS.items() if isinstance(config, kind))
+        sizes = {name: size for name, size in asdict(config.parallel).items() if size not in (1, False)}
+        layout = ", ".join(f"{name} {size}" for name, size in sizes.items()) or "one rank"
+        if need.refused:
+            advice = f"--set {role}.tp=… (`architecture` above says which values the heads permit)"
+            found[fail(f"{role} ranks", f"{layout}: {need.refused}", advice)] = None
+        else:
+            text = f"{layout}: weights {gib(need.weight_bytes)} and KV pools {gib(need.pool_bytes)} a worker"
+            found[ok(f"{role} ranks", text)] = None
+    return list(found)
 
 
 def findings(stack: Planned, located: Located | None, torch: TorchFacts | str) -> list[Finding]:
@@ -117,6 +139,7 @@ def findings(stack: Planned, located: Located | None, torch: TorchFacts | str) -
     if isinstance(torch, TorchFacts):
         judged = judge_model(torch, stack.dtypes)
         found += [] if judged is None else [judged]
+        found += need_findings(stack, torch.needs)
         found += device_findings(stack, torch)
     found.append(port_finding(stack.port))
     return found
@@ -124,11 +147,10 @@ def findings(stack: Planned, located: Located | None, torch: TorchFacts | str) -
 
 def device_findings(stack: Planned, torch: TorchFacts) -> list[Finding]:
     """Whether weights and pools of CUDA workers fit on the devices, taken together."""
-    on_cuda = [config for config in stack.configs if config.device == "cuda"]
-    if not on_cuda or not torch.devices or torch.model is None:
+    pairs = zip(stack.configs, torch.needs, strict=False)
+    need = sum(need.weight_bytes + need.pool_bytes for config, need in pairs if config.device == "cuda")
+    if not need or not torch.devices:
         return []
-    model = torch.model
-    need = sum(_weights_and_pool(config, model) for config in on_cuda)
     free = sum(device.free_bytes for device in torch.devices)
     text = f"{gib(free)} free on {len(torch.devices)} devices; weights and pools need about {gib(need)}"
     if need > free:
@@ -145,12 +167,26 @@ def port_finding(port: int) -> Finding:
     return fail("port", f"{port} is taken by {by}", f"baton up --port {port + 1}, or stop {by}")
 
 
-def disk_finding(folder: Path) -> Finding:
-    """Room for logs."""
-    while not folder.exists():
-        folder = folder.parent
-    found = os.statvfs(folder)
+def folder_findings(stack: Planned, state: Path) -> list[Finding]:
+    """Where processes write: logs, their private folder, and the sockets that workers in several containers share."""
+    folders = [("state folder", state.absolute()), ("temporary folder", Path(tempfile.gettempdir()))]
+    folders += [
+        ("shm sockets", folder) for folder in sorted({Path(one.shm_dir) for one in stack.configs if one.shm_dir})
+    ]
+    return [_folder(name, folder) for name, folder in folders]
+
+
+def _folder(name: str, folder: Path) -> Finding:
+    existing = next(one for one in (folder, *folder.parents) if one.exists())
+    if not os.access(existing, os.W_OK | os.X_OK):
+        whose = existing.owner() if existing.stat().st_uid != os.getuid() else "this user"
+        text = f"{folder} cannot be written by this user (uid {os.getuid()}): {existing} is {whose}'s"
+        return fail(name, text, f"chown {os.getuid()} {existing}, or choose another")
+    if name == "shm sockets" and existing != folder:
+        advice = f"mount the volume that prefill and decode share at {folder}, or leave shm_dir out"
+        return fail(name, f"{folder} is not there: pages would travel by tcp", advice)
+    found = os.statvfs(existing)
     free = found.f_frsize * found.f_bavail
     if free < GIB:
-        return warn("disk", f"{gib(free)} left at {folder}: logs may fill it", "free some, or give another --state")
-    return ok("disk", f"{gib(free)} left at {folder}")
+        return warn(name, f"{gib(free)} left at {folder}: logs may fill it", "free some, or choose another")
+    return ok(name, f"{folder}, {gib(free)} left")

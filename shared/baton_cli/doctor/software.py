@@ -5,7 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -29,25 +29,52 @@ said["devices"] = []
 for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
     free, total = torch.cuda.mem_get_info(index)
     said["devices"].append({"name": torch.cuda.get_device_name(index), "free_bytes": free, "total_bytes": total})
+
+def need(model, wanted):
+    parallel = Parallel(**wanted["parallel"])
+    dtype = DTYPES[wanted["dtype"]]
+    weights = pool = 0
+    for rank in wanted["ranks"]:
+        shard = Shard.of(model, parallel, parallel.place(rank))
+        weights += weight_bytes(shard, dtype, torch.device(wanted["device"]))
+        pool += wanted["kv_tokens"] * 2 * len(shard.layers) * len(shard.kv_heads) * model.head_dim * dtype.itemsize
+    return {"weight_bytes": weights, "pool_bytes": pool}
+
 if len(sys.argv) > 1:
     from pathlib import Path
     from baton_core.errors import BatonError
+    from baton_core.ranks import Parallel
     from baton_engine.loading import DTYPES, open_model, weight_bytes
-    path, device, *dtypes = sys.argv[1:]
+    from baton_engine.shard import Shard
     try:
-        config = open_model(Path(path)).config
+        model = open_model(Path(sys.argv[1])).config
         said["model"] = {
-            "architecture": config.architecture, "parameters": config.parameters, "layers": config.layers,
-            "query_heads": config.query_heads, "kv_heads": config.kv_heads, "context_tokens": config.context_tokens,
-            "numbers_a_token": 2 * config.layers * config.kv_heads * config.head_dim,
-            "weight_bytes": {name: weight_bytes(config, DTYPES[name], torch.device(device)) for name in dtypes},
+            "architecture": model.architecture, "parameters": model.parameters, "layers": model.layers,
+            "query_heads": model.query_heads, "kv_heads": model.kv_heads, "context_tokens": model.context_tokens,
+            "numbers_a_token": 2 * model.layers * model.kv_heads * model.head_dim,
         }
+        said["needs"] = []
+        for wanted in json.loads(sys.argv[2]):
+            try:
+                said["needs"].append(need(model, wanted))
+            except BatonError as error:
+                said["needs"].append({"refused": str(error)})
     except BatonError as error:
         said["refused"] = str(error)
     except Exception as error:
         said["unknown"] = f"{type(error).__name__}: {error}"
 print(json.dumps(said))
 """
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """One worker, as the probe is asked about it."""
+
+    dtype: str
+    device: str
+    kv_tokens: int
+    ranks: list[int]  # on this machine
+    parallel: dict[str, int | bool]
 
 
 class Device(msgspec.Struct, frozen=True):
@@ -68,7 +95,14 @@ class ModelFacts(msgspec.Struct, frozen=True):
     kv_heads: int
     context_tokens: int
     numbers_a_token: int  # of its KV cache
-    weight_bytes: dict[str, int]  # by dtype, at the peak of loading
+
+
+class Need(msgspec.Struct, frozen=True):
+    """What the ranks of one worker take on this machine. `refused`: the model cannot be shared out among them like that."""
+
+    weight_bytes: int = 0  # at the peak of loading
+    pool_bytes: int = 0
+    refused: str = ""
 
 
 class TorchFacts(msgspec.Struct, frozen=True):
@@ -79,13 +113,14 @@ class TorchFacts(msgspec.Struct, frozen=True):
     cpu: str
     devices: list[Device] = []
     model: ModelFacts | None = None
+    needs: list[Need] = []  # of each worker that was asked about
     refused: str = ""
     unknown: str = ""
 
 
-def probe_torch(model: Path | None, device: str, dtypes: Iterable[str]) -> TorchFacts | str:
+def probe_torch(model: Path | None, workers: Sequence[Wanted]) -> TorchFacts | str:
     """Ask torch, and with a model the engine; a text where that cannot be done."""
-    asked = [] if model is None else [str(model), device, *dtypes]
+    asked = [] if model is None else [str(model), msgspec.json.encode(workers).decode()]
     try:
         done = subprocess.run(
             [sys.executable, "-c", PROBE, *asked], capture_output=True, text=True, timeout=PROBE_TIMEOUT_SECONDS

@@ -43,7 +43,7 @@ class Collector:
         """Ask everybody once."""
         fault = self._ask_router()
         with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
-            targets = list(pool.map(self._described, self._targets()))
+            targets = list(pool.map(self._described, self._targets(is_current=not fault)))
             scraped = list(pool.map(lambda one: self._scrape(one.url), targets))
         workers = [
             Known(
@@ -76,15 +76,17 @@ class Collector:
         self._info = info.fields
         return "" if self._scrape(self._url) else "it answers nothing at /metrics"
 
-    def _targets(self) -> list[Target]:
+    def _targets(self, is_current: bool) -> list[Target]:
+        """Those that the router names; what it said of them counts only while it answers."""
         named = [
             Target(
                 url=str(one["url"]),
                 role=str(one.get("role", "")),
-                state=str(one.get("state", "")),
-                breaker=str(one.get("breaker") or "closed"),
+                state=str(one.get("state", "")) if is_current else "",
+                breaker=str(one.get("breaker") or "closed") if is_current else "closed",
             )
             for one in self._info.get("workers") or []
+            if one.get("url")
         ]
         known = {one.url for one in named}
         return named + [Target(url=url, role="") for url in self._extra if url not in known]

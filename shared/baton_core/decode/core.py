@@ -8,22 +8,27 @@ from typing import assert_never
 from baton_core.admission import capacity_verdict
 from baton_core.agreement import KVPoll, Watch, ready_and_failed
 from baton_core.chunks import take_chunk, take_token
+from baton_core.decode.line import PageLine
+from baton_core.decode.memory import DecodeMemory
 from baton_core.decode.phases import DECODE
 from baton_core.decode.planning import DecodeBatch
 from baton_core.decode.prealloc import DecodePreallocQueue
 from baton_core.decode.transfer import DecodeTransferQueue
 from baton_core.digest import bytes_of_ledger, numbers_of_ledger, numbers_of_queue
 from baton_core.effects import Connect, Effect, LookUp, Tell
-from baton_core.errors import Verdict
+from baton_core.errors import Reason, Verdict
 from baton_core.events import (
     Abort,
     AbortAll,
     AgreedPoll,
+    Continue,
     DrainBegan,
     Event,
     FlushCache,
     LookupFailed,
     Observed,
+    Pause,
+    PauseMode,
     PeerGone,
     PeerSaid,
     Resolved,
@@ -41,9 +46,6 @@ from baton_core.ranks import unit_of
 from baton_core.request import Finish, FinishType, Request, RequestId, Room
 from baton_core.steps import Steps
 from baton_core.trace import digest_of
-
-_ARRIVED = (Phase.ARRIVED, Phase.RUNNING)
-"""The KV cache is here: such a request depends on nobody else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +76,14 @@ class DecodeCore:
         self.pp_size = pp_size
         self.context_tokens = context_tokens
         rows = PagePool(limits.metadata_rows)
-        self.ledger = Ledger(DECODE, limits, PagePool(pool_pages), rows)
+        self.ledger = Ledger(DECODE, limits, PagePool(pool_pages), rows, PagePool(limits.backup_pages))
         self.ledger.on_leave = self._on_leave
-        self.prealloc = DecodePreallocQueue(
-            self.ledger, layout=layout, context_tokens=context_tokens, fingerprint=fingerprint, pp_size=pp_size
-        )
+        self.memory = DecodeMemory(self.ledger, self.page_tokens, context_tokens)
+        self.prealloc = DecodePreallocQueue(self.ledger, layout=layout, fingerprint=fingerprint, pp_size=pp_size)
         self.transfer = DecodeTransferQueue(self.ledger, self.page_tokens)
-        self.batch = DecodeBatch(self.ledger, pp_size)
+        self.batch = DecodeBatch(self.ledger, self.memory, pp_size)
+        self.line = PageLine(self.ledger, self.memory, self.prealloc, self.transfer, self.batch)
+        self.paused: PauseMode | None = None
         self.farewells: OrderedDict[RequestId, Farewell] = OrderedDict()
         self.steps = Steps(self.ledger, pp_size)
         # Every request is an attempt of its own, so that nothing said or written in an earlier life of its room fits it.
@@ -115,6 +118,10 @@ class DecodeCore:
                 self.ledger.draining = True
             case FlushCache():
                 pass  # decode keeps no cache yet
+            case Pause():
+                self._pause(event.mode, now)
+            case Continue():
+                self.paused = None
             case _:
                 assert_never(event)
         self._order_pages(now)
@@ -134,11 +141,14 @@ class DecodeCore:
         return self.ledger.take_effects()
 
     def plan(self) -> StepPlan | None:
-        """The next batch, or None: as many run as may, or there is nothing to compute.
+        """The next batch, or None: as many run as may, there is nothing to compute, or generation is paused.
 
         Planning moves requests: `take_effects` has what that asks for.
         """
-        return None if self.steps.full else self.steps.begin(self.batch.next_slices(self.prealloc.pages_wanted))
+        if self.steps.full or self.paused is not None:
+            return None
+        self.line.admit()
+        return self.steps.begin(self.batch.next_slices())
 
     def take_effects(self) -> list[Effect]:
         """What the calls that return none have asked for."""
@@ -163,7 +173,7 @@ class DecodeCore:
 
     def watched(self) -> list[Watch]:
         """Handoffs whose transfers must be observed and agreed, in the order in which they began."""
-        return list(self.ledger.transfers.values())
+        return self.ledger.watched
 
     def next_deadline(self) -> Millis | None:
         """When `tick` has something to do next."""
@@ -175,8 +185,9 @@ class DecodeCore:
     def digest(self) -> int:
         """62 bits of everything that the unit's ranks must agree on; see `digest`."""
         numbers = numbers_of_ledger(self.ledger)
-        numbers += (self.steps.count, len(self.steps.running), self.attempts)
-        for queue in (self.prealloc.queue, self.transfer.queue, *self.batch.queues):
+        numbers += (self.steps.count, len(self.steps.running), self.attempts, *self.memory.numbers())
+        numbers.append(0 if self.paused is None else 1 + list(PauseMode).index(self.paused))
+        for queue in (self.prealloc.queue, self.transfer.queue, *self.batch.queues, *self.memory.queues):
             numbers += numbers_of_queue(queue.values())
         for farewell in self.farewells.values():
             numbers += (farewell.room, farewell.attempt, farewell.verdict.reason, farewell.expires_at)
@@ -231,9 +242,22 @@ class DecodeCore:
 
     def _stop_here(self, rid: RequestId, now: Millis) -> None:
         handoff = self.ledger.live.get(rid)
-        if handoff is None or handoff.phase not in _ARRIVED:
-            return  # it ended meanwhile
-        self.ledger.finish(handoff, Finish(type=FinishType.STOP), now)
+        if handoff is not None and handoff.outputs and handoff.phase is not Phase.REVOKING:
+            self._finish(handoff, Finish(type=FinishType.STOP), now)
+
+    def _pause(self, mode: PauseMode, now: Millis) -> None:
+        self.paused = mode
+        if mode is PauseMode.ABORT:
+            verdict = Verdict(reason=Reason.ABORTED, text="generation was paused, and what ran was aborted")
+            for rid in list(self.ledger.live):
+                self._abort(rid, verdict, now)
+
+    def _retract_all(self) -> None:
+        """While paused with RETRACT: whoever has a KV cache, and no step in hand, gives it up."""
+        for req in (*self.batch.between_steps(), *self.batch.computing.values()):
+            if not req.in_step:
+                self.memory.retract(req, backup=False)
+        self.memory.forget_backups()
 
     def _resolved(self, event: Resolved, now: Millis) -> None:
         handoff = self.ledger.live.get(event.rid)
@@ -257,7 +281,7 @@ class DecodeCore:
                 req = self._handoff_of(message.room)
                 ours = req is not None and req.peer == event.peer and req.attempt == message.attempt
                 # What has arrived needs prefill no more: its leg may fail on a lost acknowledgement alone.
-                if ours and req is not None and req.phase not in _ARRIVED:
+                if ours and req is not None and not req.outputs:
                     self.prealloc.answered(req, message, now)
             case NotYet() | Hello():
                 pass  # the hello is kept there; a hello is only ever sent by decode
@@ -271,12 +295,15 @@ class DecodeCore:
     def _peer_gone(self, event: PeerGone, now: Millis) -> None:
         unit = unit_of(event.peer)
         for req in list(self.ledger.live.values()):
-            if req.peer is not None and unit_of(req.peer) == unit and req.phase not in _ARRIVED:
+            if req.peer is not None and unit_of(req.peer) == unit and not req.outputs:
                 self.ledger.fail(req, event.verdict, now, peer_knows=True)
 
     # -- observations and results
 
     def _observed(self, event: Observed, now: Millis) -> None:
+        for req, copied_well in self.ledger.copied(event.polls):
+            if self.memory.copied(req, copied_well):
+                self.batch.add_first(req)
         polls = self.ledger.current(event.polls)
         if self.pp_size > 1:
             good, bad = ready_and_failed(polls.values(), KVPoll.WaitingForInput)
@@ -308,7 +335,10 @@ class DecodeCore:
 
     def _order_pages(self, now: Millis) -> None:
         """Pages may have become free, or a request may have been accepted."""
-        self.prealloc.reserve()
+        if self.paused is PauseMode.RETRACT:
+            self._retract_all()
+        else:
+            self.line.admit()
         if self.pp_size == 1:
             self.process_prealloc_queue((), (), polls={}, uncovered_polls={}, now=now)
 
@@ -321,12 +351,17 @@ class DecodeCore:
         if finish is None:
             self.ledger.effects.append(self.ledger.emit(req, tokens))
         else:
-            self.ledger.finish(req, finish, now, tokens=tokens)
+            self._finish(req, finish, now, tokens)
+
+    def _finish(self, req: Handoff, finish: Finish, now: Millis, tokens: tuple[int, ...] = ()) -> None:
+        allowed = self.memory.tokens_most(req) - len(req.request.prompt)
+        self.memory.share.ended(min(len(req.outputs), allowed), allowed)
+        self.ledger.finish(req, finish, now, tokens=tokens)
 
     def _finish_of(self, req: Handoff, token: int) -> Finish | None:
         sampling = req.request.sampling
         made = len(req.outputs)
-        longest = self.prealloc.tokens_most(req) - len(req.request.prompt)
+        longest = self.memory.tokens_most(req) - len(req.request.prompt)
         if longest == 0:
             return Finish(type=FinishType.LENGTH)
         if token in sampling.stop_token_ids and made > sampling.min_new_tokens:
@@ -339,3 +374,4 @@ class DecodeCore:
         self.prealloc.leave(req)
         self.transfer.leave(req)
         self.batch.leave(req)
+        self.memory.leave(req)

@@ -4,6 +4,8 @@ INTAKE ──► RESOLVING ──► GREETING ──► PREALLOC ──► TRANS
             which          hello        waits for     pages are        waits for    tokens
             prefill?       sent         pages, row    ordered          a place      stream
 INTAKE ──► LOCAL ──► COMPUTING ──► RUNNING    (colocated: no room, or the fake host)
+ARRIVED, RUNNING ──► BACKING_UP ──► RETRACTED ──► RESTORING ──► ARRIVED    (the pool ran out; the KV cache waits on the host)
+ARRIVED, RUNNING ──► RETRACTED ──► COMPUTING ──► RUNNING    (or is computed anew, where the host has no room)
 any of them ──► REVOKING (somebody may still write its pages, or a running step names it) ──► FAILED or DONE
 """
 
@@ -18,10 +20,13 @@ DECODE = PhaseTable(
         Phase.GREETING: (Phase.PREALLOC, Phase.FAILED),
         Phase.PREALLOC: (Phase.TRANSFERRING, Phase.FAILED),
         Phase.TRANSFERRING: (Phase.ARRIVED, Phase.REVOKING),
-        Phase.ARRIVED: (Phase.RUNNING, Phase.DONE, Phase.FAILED),
+        Phase.ARRIVED: (Phase.RUNNING, Phase.BACKING_UP, Phase.RETRACTED, Phase.DONE, Phase.FAILED),
         Phase.LOCAL: (Phase.COMPUTING, Phase.FAILED),
-        Phase.COMPUTING: (Phase.RUNNING, Phase.REVOKING, Phase.FAILED),
-        Phase.RUNNING: (Phase.DONE, Phase.REVOKING, Phase.FAILED),
+        Phase.COMPUTING: (Phase.RUNNING, Phase.RETRACTED, Phase.REVOKING, Phase.DONE, Phase.FAILED),
+        Phase.RUNNING: (Phase.BACKING_UP, Phase.RETRACTED, Phase.DONE, Phase.REVOKING, Phase.FAILED),
+        Phase.BACKING_UP: (Phase.RETRACTED, Phase.REVOKING),
+        Phase.RETRACTED: (Phase.RESTORING, Phase.COMPUTING, Phase.DONE, Phase.FAILED),
+        Phase.RESTORING: (Phase.ARRIVED, Phase.RETRACTED, Phase.REVOKING),
         Phase.REVOKING: (Phase.FAILED, Phase.DONE),
         Phase.DONE: (),
         Phase.FAILED: (),
@@ -34,6 +39,9 @@ DECODE = PhaseTable(
         Phase.TRANSFERRING: KVPoll.Transferring,
         Phase.ARRIVED: KVPoll.Success,
         Phase.RUNNING: KVPoll.Success,
+        Phase.BACKING_UP: KVPoll.Success,
+        Phase.RETRACTED: KVPoll.Success,
+        Phase.RESTORING: KVPoll.Success,
         Phase.LOCAL: KVPoll.WaitingForInput,
         Phase.COMPUTING: KVPoll.WaitingForInput,
         Phase.REVOKING: KVPoll.Failed,
@@ -48,6 +56,9 @@ DECODE = PhaseTable(
         Phase.TRANSFERRING: "waiting for the KV cache",
         Phase.ARRIVED: "waiting for a place in the batch",
         Phase.RUNNING: "decoding",
+        Phase.BACKING_UP: "copying the KV cache to the host",
+        Phase.RETRACTED: "waiting for KV pages after a retraction",
+        Phase.RESTORING: "copying the KV cache back",
         Phase.LOCAL: "waiting for KV pages",
         Phase.COMPUTING: "computing the prompt",
         Phase.REVOKING: "stopping the transfer",

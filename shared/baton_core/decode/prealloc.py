@@ -28,15 +28,13 @@ class DecodePreallocQueue:
     stopped; for everything that stages share it is a waiter still, until a consensus names it.
     """
 
-    def __init__(
-        self, ledger: Ledger, *, layout: UnitLayout, context_tokens: int, fingerprint: str, pp_size: int = 1
-    ) -> None:
+    def __init__(self, ledger: Ledger, *, layout: UnitLayout, fingerprint: str, pp_size: int = 1) -> None:
         self._ledger = ledger
         self._layout = layout
         self._page_tokens = layout.page_tokens
-        self._context_tokens = context_tokens
         self._fingerprint = fingerprint
         self._pp_size = pp_size
+        self.accepted = 0  # requests that prefill accepted, ever
         self.queue: dict[RequestId, Handoff] = {}
         self.waiters: dict[RequestId, Handoff] = {}
         self.draining: dict[RequestId, Handoff] = {}
@@ -83,6 +81,7 @@ class DecodePreallocQueue:
                 self._abort_handshake(req, verdict, now, peer_knows=False)
                 return
             req.peer_layout = message.layout
+            self.accepted += 1
             move(req, Phase.PREALLOC, self._ledger.effects)
         elif isinstance(message, Rejected | RoomFailed):
             self._abort_handshake(req, message.verdict, now, peer_knows=True)
@@ -105,19 +104,29 @@ class DecodePreallocQueue:
         """End a request whose handshake failed."""
         self._ledger.fail(req, verdict, now, peer_knows=peer_knows)
 
-    def reserve(self) -> None:
-        """Reserve and order pages and a row for accepted requests, in order, as far as they go; TRANSFERRING now.
-
-        The reservation covers the longest possible answer, so that a running request never runs out of pages.
-        """
-        for req in list(self.queue.values()):
-            if req.phase is not Phase.PREALLOC:
-                continue
-            if not self._reserve(req):
-                return
-            del self.queue[req.rid]
-            self.waiters[req.rid] = req
-            move(req, Phase.TRANSFERRING, self._ledger.effects)
+    def order_pages(self, req: Handoff) -> None:
+        """Its turn has come (`line`), and there are pages for its prompt and a row: order them; TRANSFERRING now."""
+        rows = self._ledger.rows
+        assert rows is not None and req.peer is not None
+        pages = self._ledger.allocate(pages_for(len(req.request.prompt), self._page_tokens))
+        row = rows.allocate(1)
+        assert pages is not None and row is not None, f"{req.rid} was granted what is not there"
+        req.pages, req.row = pages, row[0]
+        self._ledger.transfer_begins(req)
+        expect = Expect(
+            rid=req.rid,
+            room=req.room,
+            attempt=req.attempt,
+            peer=req.peer,
+            source=req.peer_layout,
+            prompt_tokens=len(req.request.prompt),
+            pages=pages,
+            row=row[0],
+        )
+        self._ledger.effects.append(expect)
+        del self.queue[req.rid]
+        self.waiters[req.rid] = req
+        move(req, Phase.TRANSFERRING, self._ledger.effects)
 
     def pop_preallocated(
         self,
@@ -176,39 +185,3 @@ class DecodePreallocQueue:
         """The request is ordered everywhere, or ended."""
         for queue in (self.queue, self.waiters, self.draining):
             queue.pop(req.rid, None)
-
-    def _reserve(self, req: Handoff) -> bool:
-        rows = self._ledger.rows
-        assert rows is not None and req.peer is not None
-        if rows.free == 0:
-            return False
-        pages = self._ledger.pool.allocate(self.pages_wanted(req))
-        if pages is None:
-            return False
-        row = rows.allocate(1)
-        assert row is not None
-        req.pages, req.row = pages, row[0]
-        self._ledger.transfer_begins(req)
-        ordered = pages[: pages_for(len(req.request.prompt), self._page_tokens)]
-        expect = Expect(
-            rid=req.rid,
-            room=req.room,
-            attempt=req.attempt,
-            peer=req.peer,
-            source=req.peer_layout,
-            prompt_tokens=len(req.request.prompt),
-            pages=ordered,
-            row=row[0],
-        )
-        self._ledger.effects.append(expect)
-        return True
-
-    def pages_wanted(self, req: Handoff) -> int:
-        """Pages for the prompt and the longest answer that context and pool allow."""
-        return pages_for(self.tokens_most(req), self._page_tokens)
-
-    def tokens_most(self, req: Handoff) -> int:
-        """Longest prompt + answer of this request, clipped to context and pool."""
-        prompt = len(req.request.prompt)
-        most = min(self._context_tokens, self._ledger.pool.total * self._page_tokens)
-        return min(prompt + req.request.sampling.max_new_tokens, most)

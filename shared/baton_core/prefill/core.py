@@ -10,16 +10,19 @@ from baton_core.agreement import KVPoll, Watch, ready_and_failed
 from baton_core.chunks import take_chunk
 from baton_core.digest import bytes_of_ledger, numbers_of_ledger, numbers_of_queue
 from baton_core.effects import Effect, Push, RegisterRank
-from baton_core.errors import Verdict
+from baton_core.errors import Reason, Verdict
 from baton_core.events import (
     Abort,
     AbortAll,
     AgreedPoll,
+    Continue,
     DrainBegan,
     Event,
     FlushCache,
     LookupFailed,
     Observed,
+    Pause,
+    PauseMode,
     PeerGone,
     PeerSaid,
     Resolved,
@@ -88,6 +91,7 @@ class PrefillCore:
         self.handshake = Handshake(self.ledger, self.rules)
         self.orphans = self.handshake.orphans
         self.steps = Steps(self.ledger, pp_size)
+        self.paused = False
 
     # -- the four calls of a driver
 
@@ -112,6 +116,10 @@ class PrefillCore:
             case FlushCache():
                 if self.ledger.cache is not None:
                     self.ledger.cache.flush()
+            case Pause():
+                self._pause(event.mode, now)
+            case Continue():
+                self.paused = False
             case StopHere() | Resolved() | LookupFailed():
                 pass  # decode's business: prefill answers with one token and looks nothing up
             case _:
@@ -127,11 +135,11 @@ class PrefillCore:
         return self.ledger.take_effects()
 
     def plan(self) -> StepPlan | None:
-        """The next batch of prompt chunks, or None: as many run as may, or there is nothing to compute.
+        """The next batch of prompt chunks, or None: as many run as may, nothing is to be computed, or we are paused.
 
         Planning moves requests: `take_effects` has what that asks for.
         """
-        if self.steps.full:
+        if self.steps.full or self.paused:
             return None
         plan = self.steps.begin(self.waiting.next_slices(self.limits.running_max))
         for piece in plan.slices if plan is not None else ():
@@ -165,7 +173,7 @@ class PrefillCore:
     def digest(self) -> int:
         """62 bits of everything that the unit's ranks must agree on; see `digest`."""
         numbers = numbers_of_ledger(self.ledger)
-        numbers += (self.steps.count, len(self.steps.running))
+        numbers += (self.steps.count, len(self.steps.running), self.paused)
         numbers += numbers_of_queue(self.waiting.queue.values())
         numbers += numbers_of_queue(self.inflight.queue.values())
         for room, orphan in self.orphans.items():
@@ -201,6 +209,16 @@ class PrefillCore:
         handoff = self.ledger.live.get(rid)
         if handoff is not None:
             self.ledger.fail(handoff, verdict, now)
+
+    def _pause(self, mode: PauseMode, now: Millis) -> None:
+        """Compute no further chunk. What is half computed keeps its pages: its prompt is on its way to decode."""
+        self.paused = True
+        if mode is PauseMode.ABORT:
+            verdict = Verdict(reason=Reason.ABORTED, text="generation was paused, and what ran was aborted")
+            for handoff in list(self.ledger.live.values()):
+                self.ledger.fail(handoff, verdict, now)
+        elif mode is PauseMode.RETRACT and self.ledger.cache is not None:
+            self.ledger.cache.flush()
 
     def _peer_said(self, event: PeerSaid, now: Millis) -> None:
         match event.message:

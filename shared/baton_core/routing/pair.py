@@ -2,6 +2,9 @@
 
 usable, not failed, KV fingerprints that match  ->  decode has room for the prompt, where that is known
 prefill by its policy among those with a partner  ->  decode by its policy among the partners
+
+Where all fingerprints match, as in nearly every fleet, a policy is given all usable targets, the same tuple each time, and
+only if its choice is to be avoided, or full, those that are not: so a choice costs the same among ten and ten thousand.
 """
 
 from collections.abc import Callable, Sequence
@@ -66,6 +69,8 @@ class Fleet:
         self._prefill_targets = _targets([worker for worker in prefills if worker.usable], by_rank.prefill)
         self._matched = tuple(_partnered(self._prefill_targets, self._decode_targets))
         self._fitting: dict[str | None, tuple[Target, ...]] = {}
+        prints = {one.worker.fingerprint for one in (*self._prefill_targets, *self._decode_targets)} - {None, ""}
+        self._is_uniform = len(prints) <= 1
 
     def choose(
         self,
@@ -82,15 +87,30 @@ class Fleet:
         Mutates the policies' memory only when there is a pair. No prefill worker known at all, or `alone`, means a
         decode worker alone.
         """
-        decodes = _kept(self._decode_targets, avoid)
-        if not decodes:
+        if not _any_kept(self._decode_targets, avoid):
             return NoPair(reason=_missing(Role.DECODE, self.decodes, avoid), missing=Role.DECODE)
-        if alone or not self.prefills:
-            roomy = _roomy(decodes, ask, loads)
-            return Pair(prefill=None, decode=policies.decode.choose(roomy, ask, loads, draws.decode))
-        prefills = _kept(self._prefill_targets, avoid)
-        if not prefills:
+        is_alone = alone or not self.prefills
+        if not is_alone and not _any_kept(self._prefill_targets, avoid):
             return NoPair(reason=_missing(Role.PREFILL, self.prefills, avoid), missing=Role.PREFILL)
+        if not is_alone and not self._is_uniform:
+            return self._choose_matched(policies, ask, loads, draws, avoid)
+        prefill = None
+        if not is_alone:
+            prefill = policies.prefill.choose(self._prefill_targets, ask, loads, draws.prefill)
+            if not _is_kept(prefill, avoid):
+                kept = _kept(self._prefill_targets, avoid)
+                prefill = policies.prefill.choose(kept, ask, loads, draws.prefill)
+        decode = policies.decode.choose(self._decode_targets, ask, loads, draws.decode)
+        if not _is_kept(decode, avoid) or not has_room(decode, loads, ask.prompt_tokens):
+            kept = _roomy(_kept(self._decode_targets, avoid), ask, loads)
+            decode = policies.decode.choose(kept, ask, loads, draws.decode)
+        return Pair(prefill=prefill, decode=decode)
+
+    def _choose_matched(
+        self, policies: Policies, ask: Ask, loads: Loads, draws: Draws, avoid: Callable[[str], bool] | None
+    ) -> Pair | NoPair:
+        """A pair in a fleet with several fingerprints; there is a target of each role that is not to be avoided."""
+        decodes, prefills = _kept(self._decode_targets, avoid), _kept(self._prefill_targets, avoid)
         matched = self._matched if avoid is None else _partnered(prefills, decodes)
         if not matched:
             return NoPair(reason=_mismatch(prefills[0].worker, decodes[0].worker))
@@ -127,10 +147,16 @@ def _targets(workers: Sequence[Worker], by_rank: bool) -> tuple[Target, ...]:
     return tuple(target for worker in workers for target in targets_of(worker, by_rank=by_rank))
 
 
+def _is_kept(target: Target, avoid: Callable[[str], bool] | None) -> bool:
+    return avoid is None or (not avoid(target.key) and not avoid(target.worker.url))
+
+
 def _kept(targets: tuple[Target, ...], avoid: Callable[[str], bool] | None) -> Sequence[Target]:
-    if avoid is None:
-        return targets
-    return [target for target in targets if not avoid(target.key) and not avoid(target.worker.url)]
+    return targets if avoid is None else [target for target in targets if _is_kept(target, avoid)]
+
+
+def _any_kept(targets: tuple[Target, ...], avoid: Callable[[str], bool] | None) -> bool:
+    return bool(targets) if avoid is None else any(_is_kept(target, avoid) for target in targets)
 
 
 def _partnered(prefills: Sequence[Target], decodes: Sequence[Target]) -> Sequence[Target]:

@@ -6,17 +6,24 @@ consistent_hash, session         keep a conversation where it is; without a conv
 cache_aware                      goes where the longest prefix of the prompt went before, unless that is overloaded
 """
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol, assert_never
+from typing import Generic, Protocol, TypeVar, assert_never
 
 from baton_core.routing.prefixes import PrefixMemory
-from baton_core.routing.ring import HashRing
+from baton_core.routing.ring import HashRing, position
 from baton_core.routing.workers import Loads, Target, load_of
 
 TURNS_MAX = 65_536
 """Targets a round robin remembers; the one not chosen for longest is forgotten and counts as new."""
+STALE_TURNS_MAX = 64
+"""Keys that are no candidates and yet are passed over, besides twice as many as there are candidates."""
+LOOKED_AT_MAX = 256
+"""Candidates whose loads are compared for one request."""
+CATALOGUES_MAX = 8
+"""Sets of candidates kept ready: one for each KV fingerprint in use."""
 SESSIONS_MAX = 262_144
 """Conversations that `session` remembers; the one silent for longest is forgotten and chosen for anew."""
 OVERLOAD_REQUESTS = 16
@@ -72,21 +79,38 @@ class RoundRobinPolicy:
     """
 
     def __init__(self) -> None:
-        self._turns: dict[str, int] = {}  # key → number of its last turn, in order of last turn
-        self._turn = 0
+        self._turns: OrderedDict[str, None] = OrderedDict()  # keys in order of last turn; never chosen ones first
+        self._candidates = Catalogue(_by_key)
+        self._seen: Sequence[Target] = ()  # the candidates whose keys are all in `_turns`
 
     def choose(self, candidates: Sequence[Target], ask: Ask, loads: Loads, draw: int) -> Target:
-        """The least recently chosen; a target never seen comes first, ties go to the first candidate."""
-        turns = self._turns
-        chosen = candidates[0]
-        if len(candidates) > 1:
-            chosen = min(candidates, key=lambda target: turns.get(target.key, 0))
-        self._turn += 1
-        turns.pop(chosen.key, None)
-        turns[chosen.key] = self._turn
-        if len(turns) > TURNS_MAX:
-            del turns[next(iter(turns))]
+        """The least recently chosen; those never chosen come first, the last met before others, then in their order."""
+        if len(candidates) == 1:
+            chosen = candidates[0]
+            self._turns[chosen.key] = None
+        else:
+            chosen = self._next(candidates)
+        self._turns.move_to_end(chosen.key)
+        if len(self._turns) > TURNS_MAX:
+            self._turns.popitem(last=False)
+            self._seen = ()
         return chosen
+
+    def _next(self, candidates: Sequence[Target]) -> Target:
+        by_key, turns = self._candidates.of(candidates), self._turns
+        if candidates is not self._seen:
+            for key in reversed([key for key in by_key if key not in turns]):
+                turns[key] = None
+                turns.move_to_end(key, last=False)
+            self._seen = candidates if isinstance(candidates, tuple) else ()
+        others_max = 2 * len(candidates) + STALE_TURNS_MAX
+        for passed, key in enumerate(turns):
+            if key in by_key:
+                break
+            if passed > others_max:  # mostly workers that are gone: they would be passed over each time
+                self._turns = OrderedDict.fromkeys(key for key in turns if key in by_key)
+                return by_key[next(iter(self._turns))]
+        return by_key[key]
 
 
 class PowerOfTwoPolicy:
@@ -103,28 +127,55 @@ class PowerOfTwoPolicy:
 
 
 class LeastLoadPolicy:
-    """The candidate with the fewest requests."""
+    """The candidate with the fewest requests; of very many, among a window of them that is drawn."""
 
     def choose(self, candidates: Sequence[Target], ask: Ask, loads: Loads, draw: int) -> Target:
         """Ties are broken by `draw`: several routers must not all take the first."""
-        lowest = min(load_of(target, loads) for target in candidates)
-        least = [target for target in candidates if load_of(target, loads) == lowest]
+        _, least = least_loaded(candidates, loads, draw)
         return least[draw % len(least)]
 
 
+def least_loaded(candidates: Sequence[Target], loads: Loads, draw: int) -> tuple[int, list[Target]]:
+    """The lowest load among those that are looked at, and who has it.
+
+    To look at thousands of ranks for every request would cost more than the last bit of evenness is worth.
+    """
+    count = len(candidates)
+    if count > LOOKED_AT_MAX:
+        start = draw % count
+        window = candidates[start : start + LOOKED_AT_MAX]
+        candidates = (*window, *candidates[: LOOKED_AT_MAX - len(window)])
+    lowest, least = load_of(candidates[0], loads), [candidates[0]]
+    for target in candidates[1:]:
+        load = loads.get(target.key)
+        requests = 0 if load is None else load.requests
+        if requests < lowest:
+            lowest, least = requests, [target]
+        elif requests == lowest:
+            least.append(target)
+    return lowest, least
+
+
 class ConsistentHashPolicy:
-    """A conversation's target follows from its name and the targets alone: several routers agree without a word."""
+    """A conversation's target follows from its name and the targets alone: several routers agree without a word.
+
+    The worker by a hash ring, its rank by the greatest hash: what comes or goes moves only its own share.
+    """
 
     def __init__(self) -> None:
         self._ring = HashRing()
+        self._workers = Catalogue(_by_url)
         self._otherwise = PowerOfTwoPolicy()
 
     def choose(self, candidates: Sequence[Target], ask: Ask, loads: Loads, draw: int) -> Target:
         """When a target comes or goes, only about its own share of the conversations moves."""
         if not ask.session:
             return self._otherwise.choose(candidates, ask, loads, draw)
-        by_key = {target.key: target for target in candidates}
-        return by_key[self._ring.owner(ask.session, by_key)]
+        workers = self._workers.of(candidates)
+        ranks = workers[self._ring.owner(ask.session, workers)]
+        if len(ranks) == 1:
+            return ranks[0]
+        return max(ranks, key=lambda target: position(f"{ask.session}#{target.key}"))
 
 
 class SessionPolicy:
@@ -132,12 +183,13 @@ class SessionPolicy:
 
     def __init__(self) -> None:
         self._homes: dict[str, str] = {}  # conversation → key, in order of last turn
+        self._candidates = Catalogue(_by_key)
         self._first = PowerOfTwoPolicy()
 
     def choose(self, candidates: Sequence[Target], ask: Ask, loads: Loads, draw: int) -> Target:
         """A home that is no candidate now is replaced."""
         home = self._homes.pop(ask.session, None) if ask.session else None
-        chosen = next((target for target in candidates if target.key == home), None) if home is not None else None
+        chosen = None if home is None else self._candidates.of(candidates).get(home)
         if chosen is None:
             chosen = self._first.choose(candidates, ask, loads, draw)
         if ask.session:
@@ -152,17 +204,21 @@ class CacheAwarePolicy:
 
     def __init__(self) -> None:
         self._memory = PrefixMemory()
+        self._candidates = Catalogue(_by_key)
         self._otherwise = LeastLoadPolicy()
 
     def choose(self, candidates: Sequence[Target], ask: Ask, loads: Loads, draw: int) -> Target:
         """A prompt that is known nowhere, or only where too much waits, goes to the least loaded."""
-        chosen = self._known(candidates, ask, loads) or self._otherwise.choose(candidates, ask, loads, draw)
+        chosen = self._known(candidates, ask, loads, draw) or self._otherwise.choose(candidates, ask, loads, draw)
         self._memory.remember(ask.prefix, chosen.key)
         return chosen
 
-    def _known(self, candidates: Sequence[Target], ask: Ask, loads: Loads) -> Target | None:
+    def _known(self, candidates: Sequence[Target], ask: Ask, loads: Loads, draw: int) -> Target | None:
         depths = self._memory.depths(ask.prefix)
-        known = [target for target in candidates if target.key in depths]
+        if not depths:
+            return None
+        by_key = self._candidates.of(candidates)
+        known = [by_key[key] for key in depths if key in by_key]
         if not known:
             return None
         best = max(known, key=lambda target: (depths[target.key], -load_of(target, loads)))
@@ -171,8 +227,40 @@ class CacheAwarePolicy:
         load = load_of(best, loads)
         if load < OVERLOAD_REQUESTS:
             return best
-        lowest = min(load_of(target, loads) for target in candidates)
+        lowest, _ = least_loaded(candidates, loads, draw)
         return None if load > OVERLOAD_RATIO * lowest else best
+
+
+T = TypeVar("T")
+
+
+class Catalogue(Generic[T]):
+    """What is looked up in candidates by name; built once for those that a fleet hands out with every request (tuples)."""
+
+    def __init__(self, build: Callable[[Sequence[Target]], dict[str, T]]) -> None:
+        self._build = build
+        self._built: list[tuple[Sequence[Target], dict[str, T]]] = []  # the latest last
+
+    def of(self, candidates: Sequence[Target]) -> dict[str, T]:
+        """The names of these candidates."""
+        for known, built in reversed(self._built):
+            if known is candidates:
+                return built
+        built = self._build(candidates)
+        if isinstance(candidates, tuple):
+            self._built = [*self._built[1 - CATALOGUES_MAX :], (candidates, built)]
+        return built
+
+
+def _by_key(candidates: Sequence[Target]) -> dict[str, Target]:
+    return {target.key: target for target in candidates}
+
+
+def _by_url(candidates: Sequence[Target]) -> dict[str, list[Target]]:
+    found: dict[str, list[Target]] = {}
+    for target in candidates:
+        found.setdefault(target.worker.url, []).append(target)
+    return found
 
 
 def make_policy(name: PolicyName) -> Policy:

@@ -5,6 +5,7 @@ the whole tree, and the same bytes after another beginning are another block.
 """
 
 import hashlib
+from collections import OrderedDict
 
 BLOCK_BYTES = 256
 BLOCKS_MAX = 128
@@ -33,7 +34,8 @@ class PrefixMemory:
 
     def __init__(self, blocks_max: int = MEMORY_BLOCKS_MAX) -> None:
         self._blocks_max = blocks_max
-        self._holders: dict[bytes, tuple[str, ...]] = {}  # in order of last use
+        # In order of last use. An OrderedDict, because a plain one steps over everything that was taken from its front.
+        self._holders: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -59,4 +61,4 @@ class PrefixMemory:
                 holders = (*(one for one in holders if one != key), key)[-HOLDERS_MAX:]
             self._holders[block] = holders
         while len(self._holders) > self._blocks_max:
-            del self._holders[next(iter(self._holders))]
+            self._holders.popitem(last=False)

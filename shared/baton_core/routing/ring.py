@@ -1,7 +1,7 @@
 """A consistent hash ring: names spread over targets so that a target that comes or goes moves only its own share."""
 
 import hashlib
-from bisect import bisect, insort
+from bisect import bisect
 from collections.abc import Mapping
 
 POINTS_EACH = 64
@@ -16,11 +16,12 @@ class HashRing:
     def __init__(self) -> None:
         self._points: list[tuple[int, str]] = []
         self._known: dict[str, None] = {}
+        self._last: Mapping[str, object] | None = None
 
     def owner(self, name: str, candidates: Mapping[str, object]) -> str:
         """Which of `candidates` (at least one key) the name belongs to."""
         self._learn(candidates)
-        start = bisect(self._points, (_position(name), ""))
+        start = bisect(self._points, (position(name), ""))
         for step in range(len(self._points)):
             key = self._points[(start + step) % len(self._points)][1]
             if key in candidates:
@@ -31,12 +32,22 @@ class HashRing:
         if len(self._known) > STALE_RATIO * len(candidates) + STALE_RATIO:
             self._points.clear()
             self._known.clear()
-        for key in candidates:
-            if key not in self._known:
-                self._known[key] = None
-                for number in range(POINTS_EACH):
-                    insort(self._points, (_position(f"{key}#{number}"), key))
+            self._last = None
+        fresh = [key for key in candidates if key not in self._known] if self._is_new(candidates) else ()
+        for key in fresh:
+            self._known[key] = None
+            self._points += ((position(f"{key}#{number}"), key) for number in range(POINTS_EACH))
+        if fresh:
+            self._points.sort()
+
+    def _is_new(self, candidates: Mapping[str, object]) -> bool:
+        """Whether these are others than the last time, in which case any of them may be unknown."""
+        if candidates is self._last:
+            return False
+        self._last = candidates
+        return True
 
 
-def _position(text: str) -> int:
+def position(text: str) -> int:
+    """Where a name stands on the ring: 64 bits."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

@@ -91,6 +91,11 @@ class Incoming(Attempt):
 
     pages: tuple[PageId, ...]
     row: int
+    pages_total: int = 0  # as many as `pages`
+    status: KVPoll = KVPoll.WaitingForInput
+
+    def __post_init__(self) -> None:
+        self.pages_total = len(self.pages)
 
     def pages_moved(self) -> int:
         """The share of all bytes owed that is here, in pages."""
@@ -105,6 +110,7 @@ class Incoming(Attempt):
 class Outgoing(Attempt):
     """On prefill."""
 
+    status: KVPoll = KVPoll.Bootstrapping
     pushed_all: bool = False
 
     def is_complete(self) -> bool:

@@ -47,15 +47,7 @@ class FakeReceiver(_FakeEnd):
         """Write the row at once: nobody owes anything."""
         self._rows.clear(row)
         self._rows.write(row, MetadataRow(room=room, attempt=attempt, first_token=0).pack())
-        one = Incoming(
-            room=room,
-            attempt=attempt,
-            prompt_tokens=prompt_tokens,
-            pages_total=len(pages),
-            status=KVPoll.WaitingForInput,
-            pages=pages,
-            row=row,
-        )
+        one = Incoming(room=room, attempt=attempt, prompt_tokens=prompt_tokens, pages=pages, row=row)
         self._table.open(one)
         self._table.advance(one, KVPoll.Success)
 

@@ -6,7 +6,7 @@ Whoever comes first through whichever door carries its flow; the table sees to i
 from collections.abc import Sequence
 from typing import Protocol
 
-from baton_core.agreement import KVPoll, Staging
+from baton_core.agreement import Staging
 from baton_core.kv_layout import UnitLayout, plan, row_writer, writers
 from baton_core.ranks import Member
 from baton_core.request import Incarnation, PageId, Room
@@ -63,15 +63,7 @@ class PageReceiver(TableEnd):
         """Let the ranks of `peer`'s unit that have a share fill these pages, and one of them this row."""
         assert len(pages) == self._layout.pages(prompt_tokens), f"{len(pages)} pages for {prompt_tokens} tokens"
         self._rows.clear(row)
-        one = Incoming(
-            room=room,
-            attempt=attempt,
-            prompt_tokens=prompt_tokens,
-            pages_total=len(pages),
-            status=KVPoll.WaitingForInput,
-            pages=pages,
-            row=row,
-        )
+        one = Incoming(room=room, attempt=attempt, prompt_tokens=prompt_tokens, pages=pages, row=row)
         speaker = row_writer(source, self._layout, self._member)
         for writer in writers(source, self._layout, self._member):
             one.add_flow(

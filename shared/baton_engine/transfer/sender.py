@@ -107,7 +107,6 @@ class PageSender(TableEnd):
             attempt=attempt,
             prompt_tokens=prompt_tokens,
             pages_total=self._layout.pages(prompt_tokens),
-            status=KVPoll.Bootstrapping,
         )
         for reader in readers(self._layout, target, self._member):
             carries_row = row_writer(self._layout, target, reader) == self._member

@@ -2,10 +2,10 @@
 
     prefill: pool ── gather ──► buffer ══ one write ══► ring ── scatter ──► pool :decode
 
-For transports, and layouts, that would else move many small runs. Both ends know the plan, so a frame says only which
-source pages it holds. On decode what has arrived waits in a ring, so that receiving and scattering overlap; above the
-ring's watermark a frame is scattered by the thread that received it, so a full ring holds up nobody. A handoff counts as
-done when everything is scattered (`settled`), and its pages are free when no scattering touches them.
+For transports that dislike many small runs, where the two layouts make them. Both ends know the plan, so a frame says
+only which source pages it holds. On decode what has arrived waits in a ring, so that receiving and scattering overlap;
+above the ring's watermark a frame is scattered by the thread that received it, so a full ring holds up nobody. A handoff
+counts as done when everything is scattered (`settled`), and its pages are free when no scattering touches them.
 """
 
 import threading
@@ -145,8 +145,11 @@ class StagingRing:
             flow = arrived.flow
             # What was revoked while it waited stays where it is: its pages may soon be somebody else's.
             if self._table.enter(flow, flow.carrier):
-                scatter(self._target, flow, arrived.ordinals, self.memory.view(arrived.slot))
-                self._table.leave(flow)
+                try:
+                    scatter(self._target, flow, arrived.ordinals, self.memory.view(arrived.slot))
+                finally:
+                    self._table.leave(flow)
+            # Not after a fault: what is not scattered never counts as settled.
             self.memory.release(arrived.slot)
             self._settle((flow.one.room, flow.one.attempt))
 

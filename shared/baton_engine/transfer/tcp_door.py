@@ -138,7 +138,7 @@ class TcpDoor:
         kind, count, attempt, room, nbytes = FRAME.unpack(receive_exactly(stream, FRAME.size))
         if nbytes > FRAME_BYTES_MAX + PIECES_MAX * self._page_bytes or count > PIECES_MAX:
             raise WireError(f"frame of {count} pieces and {nbytes} bytes is over the limit")
-        pieces = [Piece(*PIECE.unpack(receive_exactly(stream, PIECE.size))) for _ in range(count)]
+        pieces = [Piece(*fields) for fields in PIECE.iter_unpack(receive_exactly(stream, count * PIECE.size))]
         flow = self._flow(room, attempt, writer)
         if flow is None:
             self._throw_away(stream, nbytes)

@@ -40,7 +40,7 @@ from baton_engine.transfer.ways import Job, Target
 
 
 class TcpWay:
-    """Sends pages of `pool` to decode ranks, in the name of rank `own`; with `staged`, gathered into one piece a frame."""
+    """Sends pages of `pool` to decode ranks, in the name of rank `own`; with `staged`, many small runs in one piece."""
 
     name = "tcp"
 
@@ -165,9 +165,10 @@ class _Stream:
         threading.Thread(target=self._listen, args=(stream,), name="kv-acks", daemon=True).start()
         try:
             while (job := self._next()) is not None:
-                if self._staged is not None:
-                    self._send_staged(stream, self._staged, job)
-                for frame in _frames(job, pages=self._staged is None):
+                source = None if job.flow.plan.is_one_run else self._staged  # else there is nothing to gather
+                if source is not None:
+                    self._send_staged(stream, source, job)
+                for frame in _frames(job, pages=source is None):
                     if not self._send_frame(stream, job, frame):
                         break
         except OSError as error:

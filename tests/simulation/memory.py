@@ -1,0 +1,156 @@
+"""Worlds in which decode's memory is too small for what it admits, and those in which somebody pauses generation."""
+
+from dataclasses import replace
+from random import Random
+from typing import TYPE_CHECKING
+
+from baton_core.events import Continue, Pause, PauseMode, StopHere
+from baton_core.machine import Phase
+from baton_core.pages import pages_for
+from baton_core.request import RequestId
+from simulation.shape import Shape
+
+if TYPE_CHECKING:
+    from simulation.unit import Unit
+    from simulation.world import World
+
+TIGHT = (0, 1, 5)
+"""Of eight worlds, those with too little memory: one of them has units of several ranks."""
+PAUSED_EVERY = 5
+
+
+def is_tight(seed: int) -> bool:
+    """Whether this world's decode units have too little memory."""
+    return seed % 8 in TIGHT
+
+
+def tightened(shape: Shape, seed: int) -> Shape:
+    """One of a few worlds bets on short answers, gets long ones, and has a pool for very few of them."""
+    if not is_tight(seed):
+        return shape
+    random = Random(f"memory {seed}")
+    page_tokens = min(shape.decode_page_tokens, random.choice((1, 2, 2, 4)))
+    prompt_most, answer_most = 6, random.choice((16, 30, 50))
+    giant = pages_for(prompt_most + answer_most, page_tokens)
+    limits = replace(
+        shape.limits,
+        answer_share_start_percent=random.choice((1, 1, 70)),
+        answer_share_floor_percent=1,
+        backup_pages=random.choice((0, giant, 10 * giant)),
+        overtakings_max=random.choice((1, 3, 16)),
+        running_max=random.choice((3, 64, 64)),
+        metadata_rows=random.choice((3, 256)),
+        waiting_max=2_048,
+        chunk_tokens=random.choice((5, 512)),
+        request_budget_ms=max(20_000, shape.limits.request_budget_ms),
+    )
+    return replace(
+        shape,
+        limits=limits,
+        rates=replace(shape.rates, copy_failed=random.choice((0.0, 0.2))),
+        decode_page_tokens=page_tokens,
+        prompt_most=prompt_most,
+        answer_most=answer_most,
+        context_tokens=random.choice((prompt_most + answer_most + 1, 4_096, 4_096)),
+        decode_pages=giant + random.randrange(1 + giant // 2),
+        requests=7 * sum(one.dp for name, one in shape.parallels.items() if name[0] == "D"),
+        arrivals_ms=min(shape.arrivals_ms, 50),
+        step_ms=20,
+        answer_least=answer_most // 2,
+        other_layouts=False,
+        prefill_pages=10 * shape.prefill_pages,
+        manners=replace(
+            shape.manners,
+            colocated=random.choice((0.1, 0.6)),
+            fake_host=0.1,
+            leg_missing=0.0,
+            leg_repeated=0.0,
+            prompt_differs=0.0,
+            intake_reject=0.0,
+            room_reused=0.0,
+            client_abort=min(shape.manners.client_abort, 0.2),
+            lone_abort=min(shape.manners.lone_abort, 0.2),
+        ),
+    )
+
+
+class Pressure:
+    """What happens where memory is short: clients leave or stop, and processes fail, just while somebody is retracted.
+
+    And generation is paused now and then, and always continued.
+    """
+
+    PHASES = ("backing_up", "retracted", "restoring", "restoring", "restoring", "computing")
+    STRIKES = 6
+
+    def __init__(self, world: "World") -> None:
+        self.world = world
+        self._random = random = Random(f"pressure {world.seed}")
+        self._aims: list[tuple[str, str]] = []
+        tight = is_tight(world.seed)
+        if world.seed % PAUSED_EVERY == 0 or (tight and random.random() < 0.3):
+            for _ in range(random.randint(1, 3)):
+                world.at(random.randrange(world.shape.heal_ms if not tight else 300), self._pause)
+        if tight and world.shape.profile != "free":
+            kinds = ["client_abort", "stop"]
+            if world.shape.process_faults:
+                kinds += world.chaos.KINDS
+            # Whoever is struck while it gives way never waits to be restored: one phase a world.
+            phase = random.choice(self.PHASES)
+            self._aims = [(phase, random.choice(kinds)) for _ in range(self.STRIKES)]
+            # A prompt that is computed here is between two steps only while others, or nobody, compute.
+            self._aims += [("again", "hold")] * 3 + [("again.idle", kind) for kind in ("retract", "stop", "retract")]
+
+    def look(self, unit: "Unit") -> None:
+        """A unit has come to a new state: does anything aim at it?"""
+        if not self._aims or self.world.healed or unit.side != "decode":
+            return
+        phases = _phases(unit)
+        for aim in [aim for aim in self._aims if aim[0] in phases.values()]:
+            self._aims.remove(aim)
+            rid = next(rid for rid, phase in phases.items() if phase == aim[0])
+            self.world.at(0, self._strike, unit, rid, *aim)
+
+    def _strike(self, unit: "Unit", rid: RequestId, phase: str, kind: str) -> None:
+        if self.world.healed or not unit.alive or _phases(unit).get(rid) != phase:
+            return
+        if kind == "stop":
+            self._stop(unit, rid)
+        elif kind in ("retract", "hold"):
+            mode = PauseMode.RETRACT if kind == "retract" else PauseMode.IN_PLACE
+            unit.leader.note(Pause(mode=mode))
+            self.world.at(self._random.choice((50, 300)), self._continue, unit)
+        else:
+            self.world.chaos.strike(kind, unit, unit.phases[rid])
+
+    def _stop(self, unit: "Unit", rid: RequestId) -> None:
+        """The app finds a stop string in what this request has answered."""
+        leg = self.world.clients.legs.get((unit.name, rid))
+        if leg is not None and leg.tokens and leg.ended_at is None:
+            leg.stopping = True
+            unit.leader.note(StopHere(rid=rid))
+
+    def _pause(self) -> None:
+        living = self.world.living()
+        if not living or self.world.healed:
+            return
+        unit = self._random.choice(living)
+        free = self.world.shape.profile == "free"
+        modes = (PauseMode.IN_PLACE, PauseMode.RETRACT, PauseMode.RETRACT, PauseMode.ABORT)[: 3 if free else 4]
+        mode = self._random.choice(modes)
+        if mode is PauseMode.ABORT:
+            self.world.fault("abort_all", unit.ranks[0])
+        unit.leader.put(Pause(mode=mode))
+        self.world.at(self._random.choice((5, 50, 300)), self._continue, unit)
+
+    def _continue(self, unit: "Unit") -> None:
+        unit.leader.put(Continue())
+
+
+def _phases(unit: "Unit") -> dict[RequestId, str]:
+    """Phases of its requests, the computing of what was retracted told apart: "again", or "again.idle" between steps."""
+    found = dict(unit.phases)
+    for rid, one in unit.ranks[0].ledger.live.items():
+        if one.phase is Phase.COMPUTING and one.is_retracted:
+            found[rid] = "again" if one.in_step else "again.idle"
+    return found
