@@ -11,12 +11,15 @@ messages are kept until acknowledged and sent again (go-back-N, as in HDLC); sil
 conversation, which the core hears once, as `PeerGone`. Pure: frames in, frames out.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from enum import IntEnum
 
 from baton_core.limits import Limits, Millis
 from baton_core.request import Incarnation
+
+ENDED_MAX = 1_024
+"""Peers whose last conversation is remembered as over; frames come late by a round trip or two, not by a thousand peers."""
 
 
 class FrameKind(IntEnum):
@@ -192,6 +195,8 @@ class Switchboard:
         self.own = own
         self._limits = limits
         self._links: dict[Incarnation, Link] = {}
+        # The newest epoch with each peer that ended here: a late repeat of its first frame must not revive it.
+        self._ended: OrderedDict[Incarnation, int] = OrderedDict()
         self._epochs = 0
 
     @property
@@ -222,10 +227,13 @@ class Switchboard:
         if link is not None and link.epoch == frame.epoch:
             got = link.receive(frame, now)
             if got.lost is not None:
-                del self._links[frame.source]
+                self._end(link)
             return Heard(peer=frame.source, payloads=got.payloads, answers=got.answers, lost=got.lost)
         if link is not None and frame.epoch < link.epoch:
             return Heard(peer=frame.source)  # an echo of the past
+        if frame.epoch <= self._ended.get(frame.source, 0):
+            over = self._gone(frame, "this conversation is over")
+            return Heard(peer=frame.source, answers=() if frame.kind is FrameKind.GONE else (over,))
         if frame.kind is not FrameKind.DATA or frame.seq != 1:
             # Either its first frame was lost (it will be repeated) or we ended this epoch and the peer missed it.
             return Heard(peer=frame.source, answers=() if frame.kind is FrameKind.GONE else self._over(frame))
@@ -240,7 +248,7 @@ class Switchboard:
             if link.lost is not None:
                 lost.append((peer, link.lost))
                 frames.append(link.farewell())
-                del self._links[peer]
+                self._end(link)
         return tuple(frames), tuple(lost)
 
     def suspect(self, peer: Incarnation, now: Millis) -> tuple[Frame, ...]:
@@ -250,12 +258,22 @@ class Switchboard:
 
     def hang_up(self, peer: Incarnation) -> tuple[Frame, ...]:
         """End a conversation politely."""
-        link = self._links.pop(peer, None)
-        return () if link is None else (link.farewell(),)
+        link = self._links.get(peer)
+        if link is None:
+            return ()
+        self._end(link)
+        return (link.farewell(),)
 
     def next_due(self) -> Millis | None:
         """When `tick` has something to do next."""
         return min((link.next_due() for link in self._links.values()), default=None)
+
+    def _end(self, link: Link) -> None:
+        del self._links[link.peer]
+        self._ended.pop(link.peer, None)
+        self._ended[link.peer] = link.epoch
+        while len(self._ended) > ENDED_MAX:
+            self._ended.popitem(last=False)
 
     def _adopt(self, frame: Frame, old: Link | None, now: Millis) -> Heard:
         link = Link(self.own, frame.source, frame.epoch, self._limits, now)

@@ -105,6 +105,9 @@ def _gauges(core: PrefillCore | DecodeCore, links: Links) -> dict[str, float]:
     else:
         gauges["farewells"] = len(core.farewells)
         gauges["running_requests"] = len(core.batch.running)
+        gauges["backup_pages"] = ledger.slots.total
+        gauges["backup_pages_free"] = ledger.slots.free
+        gauges["expected_answer_ratio"] = core.memory.share.used / core.memory.share.allowed
     return gauges
 
 
@@ -121,6 +124,9 @@ def _counters(core: PrefillCore | DecodeCore, links: Links) -> dict[str, float]:
     if core.ledger.cache is not None:
         counters["prefix_hit_tokens_total"] = core.ledger.cache.hit_tokens
         counters["prefix_asked_tokens_total"] = core.ledger.cache.asked_tokens
+    if isinstance(core, DecodeCore):
+        counters["retractions_total{way=backup}"] = core.memory.backups
+        counters["retractions_total{way=recompute}"] = core.memory.recomputations
     for reason, count in core.ledger.rejections.items():
         counters[f"admission_rejections_total{{reason={reason.name.lower()}}}"] = count
     return counters

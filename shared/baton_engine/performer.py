@@ -26,6 +26,7 @@ from baton_core.agreement import (
     poll_and_all_reduce_with_staging,
 )
 from baton_core.effects import (
+    Backup,
     Connect,
     Effect,
     Emit,
@@ -37,14 +38,17 @@ from baton_core.effects import (
     Offer,
     Push,
     RegisterRank,
+    Restore,
     Revoke,
     Tell,
 )
+from baton_core.ledger import copy_of
 from baton_core.limits import Millis
 from baton_core.messages import PageOrder
 from baton_core.plan import StepPlan
 from baton_core.request import Incarnation
 from baton_core.unit_log import Report, divergence
+from baton_engine.backup import HostStore
 from baton_engine.compute import Compute
 from baton_engine.gauges import Gauges
 from baton_engine.transfer.protocol import Attempts
@@ -112,6 +116,8 @@ class Reach:
     leads: bool
     report: Callable[[Report], None]
     """How a stage's report gets to the leader."""
+    backup: HostStore | None = None
+    """Where the KV cache of retracted requests waits (decode)."""
 
 
 class Performer:
@@ -162,8 +168,13 @@ class Performer:
         self._reach.report(report)
 
     def _pollers(self, watches: Sequence[Watch]) -> list[Poller]:
-        attempts = self._reach.side.attempts
-        return [attempts.poller(watch.room, watch.attempt) for watch in watches]
+        return [self._poller(watch) for watch in watches]
+
+    def _poller(self, watch: Watch) -> Poller:
+        copy, backup = copy_of(watch), self._reach.backup
+        if copy and backup is not None:
+            return backup.poller(copy)
+        return self._reach.side.attempts.poller(watch.room, watch.attempt)
 
     # -- steps
 
@@ -201,6 +212,9 @@ class Performer:
                     attempts.fence(effect.room, effect.attempt)
                 case Forget():
                     attempts.forget(effect.room, effect.attempt)
+                case Backup() | Restore():
+                    assert self._reach.backup is not None, f"a rank without a host store was asked to {effect}"
+                    self._reach.backup.start(effect)
                 case Moved():
                     self._moved(effect)
                 case _:

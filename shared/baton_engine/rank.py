@@ -25,6 +25,7 @@ from baton_core.prefill.core import PrefillCore
 from baton_core.ranks import Parallel, Place, member_name
 from baton_core.request import Incarnation
 from baton_core.unit_log import Report
+from baton_engine.backup import HostStore
 from baton_engine.compute import Compute
 from baton_engine.driver import LeaderLoop, MemberLoop, Poker, Wiring, now_ms
 from baton_engine.gauges import Gauges
@@ -105,6 +106,7 @@ class Parts:
     core: PrefillCore | DecodeCore
     side: Side
     control_port: int  # where the rank listens for control links, or 0
+    backup: HostStore | None = None  # decode: where the KV cache of retracted requests waits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +210,8 @@ def _serve(settings: RankSettings, build: Build, app: "zmq.Socket[bytes]") -> No
         parts.side.attempts.close()
         links.close()
         compute.close(CLOSE_TIMEOUT_S)
+        if parts.backup is not None:
+            parts.backup.close(CLOSE_TIMEOUT_S)
         engine.close()
         meeting.close()
 
@@ -241,6 +245,7 @@ def _loop(
         gate=GateArgs(backend=materials.backend),
         leads=place.leads,
         report=report,
+        backup=parts.backup,
     )
     loop: LeaderLoop | MemberLoop
     if place.leads:

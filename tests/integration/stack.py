@@ -1,6 +1,7 @@
 """A real Baton on this machine, started the way a person starts it: `baton up --detach`, and stopped by `baton down`."""
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -94,12 +95,16 @@ async def eventually(
         await asyncio.sleep(0.05)
 
 
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_port(in_a_row: int = 1) -> int:
+    """A port that nobody listens on now, nor on the next `in_a_row - 1`."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError, OverflowError):
+            for number in range(port + 1, port + in_a_row):
+                held.enter_context(socket.create_server(("127.0.0.1", number)))
+            return port
 
 
 def gold(name: str = "smollm2") -> list[dict[str, Any]]:

@@ -87,13 +87,9 @@ def routes(
 
 
 async def test_a_room_that_follows_is_served_whoever_forces(routes: tuple[str, Routes]) -> None:
-    forced, fleet = routes
+    _, fleet = routes
     async with asyncio.timeout(5):
         first, second = await fleet.ask(1_001)
-    if forced == "decode":  # it asks for what prefill does not register: an error that names the registry, not a hang
-        assert second.status_code == 503
-        assert "registry" in second.text
-        return
     assert (first.status_code, second.status_code) == (200, 200), second.text
     assert second.json()["output_ids"] == fleet.exam.prompts[0][1]
     assert first.json()["meta_info"]["dp_rank"] == 1
@@ -165,7 +161,7 @@ async def test_a_pair_that_cannot_share_kv_fails_the_request_naming_both_values_
 
 
 async def test_a_worker_may_be_spread_over_two_nodes(exam: Exam, tmp_path: Path) -> None:
-    meeting: dict[str, object] = {"nnodes": 2, "dist_init_addr": f"127.0.0.1:{free_port()}"}
+    meeting: dict[str, object] = {"nnodes": 2, "dist_init_addr": f"127.0.0.1:{free_port(4)}"}
     flags = flags_of({"tp": 2}, exam.folder, chunk_tokens=32, **meeting)
     nodes = [Worker("prefill", tmp_path, f"node-{node}", **flags, node_rank=node) for node in (0, 1)]
     decode = Worker("decode", tmp_path, "decode", **flags_of({}, exam.folder))

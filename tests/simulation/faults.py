@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 
-IDLE = ("prefill.forwarding.idle", "decode.computing.idle", "decode.running.idle")
+IDLE = ("prefill.forwarding.idle", "prefill.forwarding.idle", "decode.computing.idle", "decode.running.idle")
 """Phases of requests that own their pages alone: no transfer is open and no step is running (between two rounds)."""
 
 
@@ -34,7 +34,7 @@ class Chaos:
         for _ in range(shape.flushes):
             self._aims.append((random.choice(self.TARGETS), "cache_flushed"))
         for _ in range(shape.aimed_aborts):
-            self._aims.append((random.choice((*self.TARGETS, *IDLE * 5)), "client_abort"))
+            self._aims.append((random.choice((*self.TARGETS, *IDLE * 8)), "client_abort"))
         for _ in range(shape.process_faults):
             kind = random.choice(self.KINDS)
             if random.random() < self.AIMED:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from simulation.unit import Unit
     from simulation.world import World
 
-TIGHT = (0, 1, 5)
+TIGHT = (0, 1, 3, 5)
 """Of eight worlds, those with too little memory: one of them has units of several ranks."""
 PAUSED_EVERY = 5
 
@@ -80,7 +80,7 @@ class Pressure:
     And generation is paused now and then, and always continued.
     """
 
-    PHASES = ("backing_up", "retracted", "restoring", "restoring", "restoring", "computing")
+    PHASES = ("backing_up", "backing_up", "retracted", "restoring", "restoring", "restoring", "computing")
     STRIKES = 6
 
     def __init__(self, world: "World") -> None:
@@ -94,12 +94,13 @@ class Pressure:
         if tight and world.shape.profile != "free":
             kinds = ["client_abort", "stop"]
             if world.shape.process_faults:
-                kinds += world.chaos.KINDS
+                kinds += (*world.chaos.KINDS, "crash")
             # Whoever is struck while it gives way never waits to be restored: one phase a world.
             phase = random.choice(self.PHASES)
             self._aims = [(phase, random.choice(kinds)) for _ in range(self.STRIKES)]
+            self._aims += [(random.choice(self.PHASES), random.choice(("client_abort", "stop"))) for _ in range(2)]
             # A prompt that is computed here is between two steps only while others, or nobody, compute.
-            self._aims += [("again", "hold")] * 3 + [("again.idle", kind) for kind in ("retract", "stop", "retract")]
+            self._aims += [("again", "hold"), ("again.idle", random.choice(("retract", "stop")))] * 3
 
     def look(self, unit: "Unit") -> None:
         """A unit has come to a new state: does anything aim at it?"""

@@ -174,7 +174,7 @@ def draw_shape(seed: int, random: Random) -> Shape:
         rates=_rates(random, profile),
         manners=manners,
         flushes=random.choice((0, 0, 1, 2)),
-        aimed_aborts=random.choice((4, 6) if together else (0, 1, 2)),
+        aimed_aborts=random.choice((5, 8) if together else (0, 1, 2)),
         prefix_cache=random.random() < 0.85,
         process_faults=random.randint(4, 12) if profile in ("process", "all") else 0,
     )

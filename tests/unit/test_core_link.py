@@ -5,7 +5,7 @@ import random
 import pytest
 
 from baton_core.limits import Limits
-from baton_core.link import Frame, FrameKind, Link, Switchboard
+from baton_core.link import ENDED_MAX, Frame, FrameKind, Link, Switchboard
 
 LIMITS = Limits(heartbeat_ms=100, link_silent_ms=500, link_resend_ms=20, link_window=3)
 
@@ -163,6 +163,29 @@ def test_who_speaks_in_an_epoch_that_is_over_is_told_so() -> None:
     heard = prefill.receive(frames[0], 100)
     assert [frame.text for frame in heard.answers] == ["this conversation is over"]
     assert decode.receive(heard.answers[0], 101).lost == "this conversation is over"
+
+
+def test_a_late_repeat_of_the_first_frame_does_not_revive_a_conversation_that_ended() -> None:
+    decode, prefill = pair()
+    (first,) = decode.send("P#1", b"a", 0)
+    carry((first, *decode.send("P#1", b"b", 0)), prefill, decode)
+    prefill.tick(500)
+    assert prefill.peers == (), "prefill lost decode to silence, and its farewell is lost"
+    heard = prefill.receive(first, 501)
+    assert (heard.payloads, prefill.peers) == ((), ())
+    assert decode.receive(heard.answers[0], 502).lost == "this conversation is over"
+    decode.dial("P#1", 503)
+    assert carry(decode.send("P#1", b"anew", 503), prefill, decode, 503) == [b"anew"]
+
+
+def test_conversations_that_ended_are_remembered_within_bounds() -> None:
+    prefill = Switchboard("P#1", LIMITS)
+    for number in range(ENDED_MAX + 5):
+        decode = Switchboard(f"D#{number}", LIMITS)
+        decode.dial("P#1", 0)
+        carry(decode.send("P#1", b"a", 0), prefill, decode)
+        prefill.hang_up(f"D#{number}")
+    assert len(prefill._ended) == ENDED_MAX
 
 
 def test_a_message_to_an_earlier_incarnation_is_refused_in_its_name() -> None:

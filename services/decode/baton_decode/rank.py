@@ -7,6 +7,7 @@ import structlog
 from baton_core.decode.core import DecodeCore
 from baton_core.errors import EngineError
 from baton_decode.side import DecodeSide
+from baton_engine.backup import HostStore
 from baton_engine.rank import Materials, Parts, read_settings_line, run_rank
 from baton_engine.transfer.attempts import AttemptTable
 from baton_engine.transfer.fake import FakeReceiver
@@ -24,7 +25,7 @@ log = structlog.get_logger(__name__)
 
 
 def build(materials: Materials) -> Parts:
-    """A decode core, and a receiver over this rank's pool and rows."""
+    """A decode core, a receiver over this rank's pool and rows, and room on the host for what is retracted."""
     core = DecodeCore(
         limits=materials.settings.limits,
         pool_pages=materials.pages,
@@ -41,7 +42,8 @@ def build(materials: Materials) -> Parts:
         place=materials.place,
         name=materials.incarnation,
     )
-    return Parts(core=core, side=side, control_port=0)
+    backup = HostStore(materials.engine.pool, materials.settings.limits.backup_pages, materials.poker)
+    return Parts(core=core, side=side, control_port=0, backup=backup)
 
 
 def _receiver(materials: Materials) -> Receiver:

@@ -26,7 +26,7 @@ from baton_core.routing.policies import PolicyName
 from baton_core.routing.workers import Role
 
 SHOWN_PARTS = (Part.CALM, Part.DEATHS, Part.SLOW)
-REQUESTS_MIN = 1_000
+REQUESTS_MIN, REQUESTS_MAX = 1_000, 100_000_000
 CURVE_POINTS = 100
 
 
@@ -35,23 +35,18 @@ class RouteBench:
     """What to simulate. Raises UsageError."""
 
     policies: tuple[str, ...]
-    requests: int
+    requests: int  # to each policy
     fleet: FleetShape
     json: Path | None
     plot: Path | None
 
     def __post_init__(self) -> None:
-        if self.requests < REQUESTS_MIN * len(self.policies):
-            raise UsageError(
-                f"--requests must be at least {REQUESTS_MIN:,} for each policy, not {self.requests:,} in all"
-            )
+        if not REQUESTS_MIN <= self.requests <= REQUESTS_MAX:
+            raise UsageError(f"--requests must be {REQUESTS_MIN:,} to {REQUESTS_MAX:,}, not {self.requests:,}")
+        if not self.policies:
+            raise UsageError("--policies must name one at least")
         for text in self.policies:
             parse_policies(text)
-
-    @property
-    def requests_each(self) -> int:
-        """Of one policy."""
-        return self.requests // len(self.policies)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +157,7 @@ def route(what: RouteBench, screen: Screen, interrupt: Interrupt) -> int:
     screen.line()
     screen.line(f"  {time.process_time() - began_s:.0f} s of CPU on one core", DIM)
     if what.json is not None:
-        settings = asdict(what.fleet) | {"requests_each": what.requests_each, "rate_per_s": what.fleet.rate_per_s}
+        settings = asdict(what.fleet) | {"requests": what.requests, "rate_per_s": what.fleet.rate_per_s}
         record = RouteRecord(kind="route", machine=describe(), settings=settings, policies=figures)
         write_json(what.json, record)
         screen.line(f"  written: {what.json}")
@@ -177,15 +172,15 @@ def describe_run(what: RouteBench) -> str:
     fleet = what.fleet
     routers = f", {fleet.routers} routers" if fleet.routers > 1 else ""
     return (
-        f"{fleet.prefills} prefill and {fleet.decodes} decode workers{routers}; {what.requests_each:,} requests to each "
+        f"{fleet.prefills} prefill and {fleet.decodes} decode workers{routers}; {what.requests:,} requests to each "
         f"policy at {fleet.rate_per_s:,.0f}/s, seed {fleet.seed}"
     )
 
 
 def _measure(what: RouteBench, text: str, screen: Screen, interrupted: Callable[[], bool]) -> PolicyFigures:
-    world = World(what.fleet, parse_policies(text), what.requests_each)
+    world = World(what.fleet, parse_policies(text), what.requests)
     began_s = time.process_time()
-    with Bar(screen, f"{text}, thousands of requests", what.requests_each // TELL_EVERY) as bar, _no_collector():
+    with Bar(screen, f"{text}, thousands of requests", what.requests // TELL_EVERY) as bar, _no_collector():
 
         def tell() -> None:
             bar.step()

@@ -28,7 +28,7 @@ def add_route(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     )  # fmt: skip
     what.add_argument(
         "--requests", type=int, default=REQUESTS, metavar="N",
-        help="in all; every policy gets the same equal share of them [default %(default)s]",
+        help="sent to each policy, the same to all [default %(default)s]",
     )  # fmt: skip
     what.add_argument("--workers", type=int, default=1_000, metavar="N", help="in all [default %(default)s]")
     what.add_argument(

@@ -8,6 +8,7 @@ The trace depends on its settings alone, never on what a fleet does with it: eve
 """
 
 import heapq
+import math
 import random
 from bisect import bisect
 from collections.abc import Iterator
@@ -101,12 +102,15 @@ class Trace:
         self._prefixes: dict[int, tuple[bytes, ...]] = {}
         self._met: set[int] = set()
         self._begun = 0
+        self._lengths = _Geometric(self._random, shape.turns_mean)
+        self._questions = _Geometric(self._random, QUESTION_BLOCKS_MEAN)
+        self._outputs = _Geometric(self._random, shape.output_tokens_mean)
         self._turns: list[tuple[float, int, _Conversation]] = []
         # Those that are under way when the trace begins, each somewhere in the middle.
         for _ in range(round(self._beginnings_per_s * (shape.turns_mean - 1) * shape.think_s)):
             conversation = self._begin()
-            for _ in range(self._turns_drawn()):
-                conversation.grow(self._said_blocks() + self._answer_blocks(self._output_tokens()))
+            for _ in range(self._lengths.draw()):
+                conversation.grow(self._questions.draw() + _answer_blocks(self._output_tokens()))
             self._schedule(conversation, self._random.expovariate(1 / shape.think_s))
 
     def __iter__(self) -> Iterator[Arrival]:
@@ -123,7 +127,7 @@ class Trace:
         weight = self._random.random() * self._popularity[-1]
         application = bisect(self._popularity, weight)
         self._begun += 1
-        return _Conversation(self._begun, self._prefix(application), application, self._turns_drawn())
+        return _Conversation(self._begun, self._prefix(application), application, self._lengths.draw())
 
     def _prefix(self, application: int) -> tuple[bytes, ...]:
         prefix = self._prefixes.get(application)
@@ -136,13 +140,13 @@ class Trace:
 
     def _turn(self, at_s: float, conversation: _Conversation) -> Arrival:
         known = self._known(conversation)
-        conversation.grow(self._said_blocks())
+        conversation.grow(self._questions.draw())
         output_tokens = self._output_tokens()
         arrival = Arrival(
             at_s, conversation.name, conversation.blocks[:CONTEXT_BLOCKS_MAX], output_tokens, min(known, BLOCKS_MAX)
         )
         conversation.known = -len(arrival.prefix)
-        conversation.grow(self._answer_blocks(output_tokens))
+        conversation.grow(_answer_blocks(output_tokens))
         conversation.turns_left -= 1
         if conversation.turns_left > 0 and len(conversation.blocks) < CONTEXT_BLOCKS_MAX:
             self._schedule(conversation, at_s + self._random.expovariate(1 / self._shape.think_s))
@@ -161,26 +165,22 @@ class Trace:
     def _schedule(self, conversation: _Conversation, at_s: float) -> None:
         heapq.heappush(self._turns, (at_s, conversation.number, conversation))
 
-    def _turns_drawn(self) -> int:
-        return _geometric(self._random, self._shape.turns_mean)
-
-    def _said_blocks(self) -> int:
-        return _geometric(self._random, QUESTION_BLOCKS_MEAN)
-
     def _output_tokens(self) -> int:
-        return min(OUTPUT_TOKENS_MAX, _geometric(self._random, self._shape.output_tokens_mean))
-
-    def _answer_blocks(self, tokens: int) -> int:
-        return -(-tokens // BLOCK_TOKENS)
+        return min(OUTPUT_TOKENS_MAX, self._outputs.draw())
 
 
-def _geometric(chance: random.Random, mean: float) -> int:
-    """At least 1."""
-    count = 1
-    if mean <= 1:
-        return count
-    if mean <= 8:
-        while chance.random() > 1 / mean:
-            count += 1
-        return count
-    return 1 + int(chance.expovariate(1 / (mean - 0.5)))
+def _answer_blocks(tokens: int) -> int:
+    return -(-tokens // BLOCK_TOKENS)
+
+
+class _Geometric:
+    """Draws counts of at least 1, geometric with that mean."""
+
+    def __init__(self, chance: random.Random, mean: float) -> None:
+        self._chance = chance
+        # What lies between two whole numbers of an exponential distribution is geometric.
+        self._rate = -math.log1p(-1 / mean) if mean > 1 else math.inf
+
+    def draw(self) -> int:
+        """The next."""
+        return 1 if self._rate == math.inf else 1 + int(self._chance.expovariate(self._rate))

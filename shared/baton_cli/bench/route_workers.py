@@ -133,8 +133,10 @@ class PrefillMachine(Machine):
     def _keep(self, prefix: Sequence[bytes]) -> None:
         cache = self._cache
         for block in reversed(prefix):  # the end of a prompt is forgotten before its beginning
-            cache.pop(block, None)
-            cache[block] = None
+            if block in cache:
+                cache.move_to_end(block)
+            else:
+                cache[block] = None
         while len(cache) > self._blocks_max:
             cache.popitem(last=False)
 

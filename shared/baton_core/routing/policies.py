@@ -182,7 +182,7 @@ class SessionPolicy:
     """A conversation stays where its first turn found the least load; remembered by this router alone."""
 
     def __init__(self) -> None:
-        self._homes: dict[str, str] = {}  # conversation → key, in order of last turn
+        self._homes: OrderedDict[str, str] = OrderedDict()  # conversation → key, in order of last turn
         self._candidates = Catalogue(_by_key)
         self._first = PowerOfTwoPolicy()
 
@@ -195,7 +195,7 @@ class SessionPolicy:
         if ask.session:
             self._homes[ask.session] = chosen.key
             if len(self._homes) > SESSIONS_MAX:
-                del self._homes[next(iter(self._homes))]
+                self._homes.popitem(last=False)
         return chosen
 
 
