@@ -17,6 +17,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/metrics.md"
 WORKERS = ("prefill", "decode")
 UNITS = {
     "_seconds": "seconds",
+    "_gigabytes_per_second": "GB/s",
+    "_ratio": "0 to 1",
     "_bytes": "bytes",
     "_tokens": "tokens",
     "_pages": "pages",
@@ -64,6 +66,8 @@ ENTRIES: tuple[Entry, ...] = (
     _of("router", "request_seconds", "histogram", "", "From the request's head to the end of its answer."),
     _of("router", "ttft_seconds", "histogram", "", "From the request's head to the first body byte of a streaming answer: "
         "the time to first token as the client sees it."),
+    _of("router", "itl_seconds", "histogram", "", "Between two pieces of a streaming answer, as they come from decode: the "
+        "time between tokens as the client sees it, migrations included."),
     _of("router", "inflight_requests", "gauge", "", "Requests under way."),
     _of("router", "queue_requests", "gauge", "", "Requests waiting to be let in (`concurrent_max`)."),
     _of("router", "admission_rejections_total", "counter", "reason", "Requests that the router itself refused.", "requests"),
@@ -93,6 +97,8 @@ ENTRIES: tuple[Entry, ...] = (
     _of("bootstrap", "instances_ready", "gauge", "", "Prefill workers all of whose ranks are registered."),
     _of("bootstrap", "ranks", "gauge", "", "Distinct prefill ranks registered."),
     _of("bootstrap", "rooms", "gauge", "", "Rooms whose DP rank is registered."),
+    _of("bootstrap", "takes_writes", "gauge", "", "1 while writes can be had; 0 while the Redis that replicas share "
+        "is away.", "0 or 1"),
     _of("bootstrap", "requests_total", "counter", "route status", "Answers given."),
     # -- workers: the app
     _of("workers", "ready", "gauge", "", "1 while this worker takes requests.", "0 or 1"),
@@ -100,6 +106,8 @@ ENTRIES: tuple[Entry, ...] = (
         "a request count, each at its worker."),
     _of("workers", "request_seconds", "histogram", "route", "From a request's arrival at this worker to its last byte."),
     _of("workers", "first_token_seconds", "histogram", "", "From a request's arrival at this worker to its first token."),
+    _of("workers", "tpot_seconds", "histogram", "", "Of an answer of this worker: from its first tokens to its end, by the "
+        "tokens that followed. Absent until there is one; prefill answers one token and has none."),
     _of("workers", "app_live_requests", "gauge", "", "Requests that the app has handed to a scheduler and that have not "
         "ended."),
     _of("workers", "admission_rejections_total", "counter", "reason", "Requests refused at the door, by app and schedulers "
@@ -136,6 +144,23 @@ ENTRIES: tuple[Entry, ...] = (
     _of("decode", "rows_free", "gauge", "dp_rank", "Metadata rows that nobody holds.", "rows"),
     _of("workers", "prefix_hit_tokens_total", "counter", "dp_rank", "Prompt tokens that came from the prefix cache."),
     _of("workers", "prefix_asked_tokens_total", "counter", "dp_rank", "Prompt tokens that the prefix cache was asked for."),
+    _of("decode", "backup_pages", "gauge", "dp_rank", "Pages of host memory for the KV cache of retracted "
+        "requests.", "pages"),
+    _of("decode", "backup_pages_free", "gauge", "dp_rank", "Pages of it that nobody holds.", "pages"),
+    _of("decode", "expected_answer_ratio", "gauge", "dp_rank", "Mean length of answers as a share of what they were "
+        "allowed: what admission expects of new ones.", "ratio"),
+    _of("decode", "retractions_total", "counter", "way dp_rank", "Running requests that gave their pages up for others: "
+        "their KV cache went to the host (`backup`) or is to be computed anew (`recompute`).", "requests"),
+    # -- workers: transfers
+    _of("workers", "transfer_bytes_total", "counter", "way dp_rank", "Bytes of KV pages moved, `shm` or `tcp`: sent and "
+        "acknowledged on prefill, received on decode; by all ranks of the unit."),
+    _of("workers", "transfer_seconds", "histogram", "way dp_rank", "For each share (what one rank owes another) that was "
+        "finished: how long its pages were being read (prefill) or written (decode), pauses between chunks left out. Over "
+        "`shm` decode's time lasts from the grant to the last byte, pauses included."),
+    _of("workers", "transfer_gigabytes_per_second", "histogram", "way dp_rank", "Speed of each finished share: its bytes by "
+        "its `transfer_seconds`.", "GB/s"),
+    _of("workers", "transfer_failures_total", "counter", "reason way dp_rank", "Transfers that failed at this end, by "
+        "reason and way; `none`: before one was chosen.", "transfers"),
     # -- workers: speed
     _of("workers", "step_seconds", "histogram", "dp_rank", "One forward: a chunk of prompts on prefill, a token for each "
         "sequence on decode, where it bounds the time between tokens."),

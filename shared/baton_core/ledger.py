@@ -43,6 +43,7 @@ class Ledger:
         self.copies_begun = 0
         self.arrivals = 0
         self.draining = False
+        self.prioritised = False  # some request had a priority of its own
         self.effects: list[Effect] = []
         self.rejections: dict[Reason, int] = {}
         # A core adds what it must forget about a request that left its queues.
@@ -66,6 +67,7 @@ class Ledger:
             self.effects.append(Emit(rid=request.rid, finish=Finish(type=FinishType.ABORT, verdict=verdict)))
             return None
         self.arrivals += 1
+        self.prioritised = self.prioritised or request.priority != 0
         budget_ms = min(request.budget_ms, self.limits.request_budget_ms)
         handoff = Handoff(
             request=request,

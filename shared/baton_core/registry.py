@@ -262,6 +262,10 @@ class RegistryTable:
         """Distinct ranks registered, over all instances."""
         return self._ranks_total
 
+    def rooms(self) -> list[tuple[str | None, Room, int, Millis]]:
+        """Every room held: the instance that was named with it, the room, its DP rank, and when it is forgotten."""
+        return [(name, room, entry.dp_rank, entry.expires_at) for (name, room), entry in self._rooms.items()]
+
     @property
     def rooms_total(self) -> int:
         """Rooms held."""

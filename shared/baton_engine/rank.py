@@ -82,6 +82,8 @@ class RankSettings(Protocol):
     @property
     def transfer_staging(self) -> bool: ...
     @property
+    def kv_checksum(self) -> bool: ...
+    @property
     def shm_dir(self) -> str: ...
     @property
     def host(self) -> str: ...
@@ -95,6 +97,8 @@ class RankSettings(Protocol):
     def threads(self) -> int: ...
     @property
     def cores(self) -> tuple[int, ...]: ...
+    @property
+    def traces(self) -> bool: ...
     @property
     def limits(self) -> Limits: ...
 
@@ -220,7 +224,7 @@ def _loop(
     materials: Materials, parts: Parts, meeting: Meeting, compute: Compute, app: "zmq.Socket[bytes]"
 ) -> LeaderLoop | MemberLoop:
     settings, place = materials.settings, materials.place
-    gauges = Gauges(settings.rank)
+    gauges = Gauges(settings.rank, parts.side.attempts.tally, traces=settings.traces)
     wiring = Wiring(
         core=parts.core,
         poker=materials.poker,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from baton_core import events
 from baton_core.effects import Emit, LookUp, RegisterRank
-from baton_core.request import Incarnation
+from baton_core.request import Incarnation, RequestId
 from baton_io.codec import Codec
 
 
@@ -79,11 +79,30 @@ class PeersLost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A phase that a request went through, by the monotonic clock of the host."""
+
+    name: str
+    began_s: float
+    ended_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """All phases of a request that has ended, in order; `reason` is why it failed, or empty."""
+
+    rid: RequestId
+    stages: tuple[Stage, ...]
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """Rank to app, about once a second and on `Ping`: gauges and cumulative counters, ready to be exported.
 
     Keys are metric names without the role prefix (`pages_free`, `queue_requests{queue=waiting}`, …): `gauges` are
-    current values, `counters` only grow, `samples` are new histogram observations since the last snapshot.
+    current values, `counters` only grow, `samples` are new histogram observations since the last snapshot. `timelines`
+    are of the requests that ended since, where requests are traced.
     """
 
     rank: int
@@ -91,6 +110,7 @@ class Snapshot:
     gauges: dict[str, float] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
     samples: dict[str, list[float]] = field(default_factory=dict)
+    timelines: tuple[Timeline, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +133,8 @@ TO_RANK = Codec(
         8: Ping,
         9: Stop,
         10: events.FlushCache,
+        11: events.Pause,
+        12: events.Continue,
     }
 )
 """Codec of the app-to-rank direction."""

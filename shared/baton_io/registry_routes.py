@@ -38,6 +38,7 @@ from baton_io.registry_http import (
     read_body,
     rooms_field,
 )
+from baton_io.registry_store import Deregister, Drop, Outcome, OwnStore, PutRooms, Register, Renew, Store, StoreAway
 
 log = structlog.get_logger()
 
@@ -77,15 +78,27 @@ def health_probe(session: aiohttp.ClientSession) -> Probe:
 
 
 class RegistryRoutes:
-    """Handlers over one table. `counts` is the number of answers by (route, status), for metrics."""
+    """Handlers over one store. `counts` is the number of answers by (route, status), for metrics."""
 
-    def __init__(self, table: RegistryTable, *, clock: Callable[[], Millis], probe: Probe, token: str | None) -> None:
-        self.table = table
+    def __init__(self, store: Store, *, probe: Probe, token: str | None) -> None:
+        self.store = store
         self.counts: dict[tuple[str, int], int] = {}
-        self._clock = clock
+        self._clock = store.now
         self._probe = probe
         self._token = token
         self._probing: dict[tuple[str, Incarnation | None], asyncio.Task[bool]] = {}
+
+    @staticmethod
+    def alone(
+        table: RegistryTable, *, clock: Callable[[], Millis], probe: Probe, token: str | None
+    ) -> "RegistryRoutes":
+        """A registry without replicas."""
+        return RegistryRoutes(OwnStore(table, clock), probe=probe, token=token)
+
+    @property
+    def table(self) -> RegistryTable:
+        """For reading."""
+        return self.store.table
 
     def endpoints(self) -> list[Route]:
         """Every route of a registry."""
@@ -130,31 +143,24 @@ class RegistryRoutes:
     async def put_route(self, call: Call) -> Answer:
         """PUT /route: one rank registers."""
         rank = parse_registration(json_of(call.body))
-        outcome = self.table.register(rank, self._clock())
+        outcome = await self.store.write(Register(rank=rank))
         # Two questions at most: who holds the name, who holds the address.
         for _ in range(2):
             if not isinstance(outcome, NeedsProbe):
                 break
             if await self._still_alive(outcome):
                 return _refuse(outcome.still_alive)
-            if self.table.drop(outcome.instance, outcome.incarnation):
+            if await self.store.write(Drop(instance=outcome.instance, incarnation=outcome.incarnation)):
                 log.info("registry.superseded", instance=outcome.instance, incarnation=outcome.incarnation)
-            outcome = self.table.register(rank, self._clock())
-        match outcome:
-            case NeedsProbe():  # others keep claiming the same name at this moment: the caller tries again
-                return _refuse(outcome.still_alive)
-            case Refused():
-                return _refuse(outcome)
-            case Accepted():
-                return Answer(200, b"OK", about=outcome.instance)
+            outcome = await self.store.write(Register(rank=rank))
+        if isinstance(outcome, NeedsProbe):  # others keep claiming the same name at this moment: the caller tries again
+            return _refuse(outcome.still_alive)
+        return _written(outcome)
 
     async def register_dp_rank(self, call: Call) -> Answer:
         """POST /register_dp_rank: a room runs on a rank; ours also tell many at once (`dp_ranks`)."""
         body = object_of(call.body)
-        instance, now = instance_field(body), self._clock()
-        told = [self.table.put_room(room, dp_rank, instance, now) for room, dp_rank in rooms_field(body)]
-        refused = next((one for one in told if one is not None), None)
-        return Answer(200, b"OK") if refused is None else _refuse(refused)
+        return _written(await self.store.write(PutRooms(instance=instance_field(body), rooms=tuple(rooms_field(body)))))
 
     async def query_dp_ranks(self, call: Call) -> Answer:
         """POST /query_dp_ranks: ranks of rooms; unknown rooms are absent."""
@@ -184,17 +190,12 @@ class RegistryRoutes:
 
     async def renew(self, call: Call) -> Answer:
         """PUT /v1/instances/{instance}/lease?incarnation=: 404 means that the worker must register again."""
-        outcome = self.table.renew(call.path["instance"], incarnation_of(call), self._clock())
-        return _refuse(outcome) if isinstance(outcome, Refused) else Answer(200, b"OK", about=outcome)
+        return _written(await self.store.write(Renew(instance=call.path["instance"], incarnation=incarnation_of(call))))
 
     async def deregister(self, call: Call) -> Answer:
         """DELETE /v1/instances/{instance}?incarnation=: the worker leaves; with `dp_rank=` only that DP rank of it."""
-        name, life, now, dp_rank = call.path["instance"], incarnation_of(call), self._clock(), dp_rank_of(call)
-        if dp_rank is None:
-            outcome = self.table.deregister(name, life, now)
-        else:
-            outcome = self.table.deregister_unit(name, life, dp_rank, now)
-        return _refuse(outcome) if isinstance(outcome, Refused) else Answer(200, b"OK", about=outcome)
+        name, life = call.path["instance"], incarnation_of(call)
+        return _written(await self.store.write(Deregister(instance=name, incarnation=life, dp_rank=dp_rank_of(call))))
 
     # -- inside
 
@@ -218,10 +219,10 @@ class RegistryRoutes:
         """One more answer with this status."""
         self.counts[(route, status)] = self.counts.get((route, status), 0) + 1
 
-    def answers_version(self) -> int:
+    def answers_version(self) -> tuple[int, int]:
         """Grows whenever a look-up may be answered otherwise than before; leases are checked on the way."""
         self.table.expire(self._clock())
-        return self.table.version
+        return self.store.generation, self.table.version
 
     def messages(self, answer: Answer) -> Messages:
         """The answer as ASGI wants it, with our headers."""
@@ -276,6 +277,8 @@ class _Endpoint:
             return Answer(413, b"the body is longer than %d bytes" % BODY_BYTES_MAX)
         try:
             return await self._handler(Call(query=scope["query_string"], body=body, path=scope.get("path_params", {})))
+        except StoreAway as error:
+            return Answer(503, error.verdict.text.encode())
         except ClientError as error:
             return Answer(error.verdict.status, error.verdict.text.encode())
 
@@ -285,7 +288,7 @@ class _LookUps(_Endpoint):
 
     def __init__(self, routes: RegistryRoutes) -> None:
         super().__init__(routes, "GET /route", routes.get_route, writes=False, reads_body=False)
-        self._version = -1
+        self._version = (-1, -1)
         self._ready: dict[bytes, Messages] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -354,6 +357,19 @@ def _not_ready(instance: Instance | Refused | None) -> Answer:
         # A named worker that is not here yet is not ready yet: after a restart of the registry it will come back.
         text += f" {instance.text}"
     return Answer(503, text.encode(), about=known)
+
+
+def _written(outcome: Outcome) -> Answer:
+    """What a write came to."""
+    match outcome:
+        case Refused():
+            return _refuse(outcome)
+        case Accepted():
+            return Answer(200, b"OK", about=outcome.instance)
+        case Instance():
+            return Answer(200, b"OK", about=outcome)
+        case _:
+            return Answer(200, b"OK")
 
 
 def _refuse(refused: Refused) -> Answer:

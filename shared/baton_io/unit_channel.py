@@ -90,6 +90,8 @@ _INPUTS = Codec(
         8: events.FlushCache,
         9: PeerGone,
         10: _Said,
+        11: events.Pause,
+        12: events.Continue,
     }
 )
 _NOTES = Codec({1: Join, 2: Done, 3: Report, 4: Nudge})

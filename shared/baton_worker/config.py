@@ -48,6 +48,9 @@ class WorkerConfig:
     transfer_staging: bool = option(
         False, "over tcp: gather many small runs of pages into one, and scatter them on decode; set on both sides"
     )
+    kv_checksum: bool = option(
+        False, "prefill sends a checksum over the KV pages of each request, decode checks it; set on both sides"
+    )
     shm_dir: str = option("", "directory of decode's shm sockets, shared between containers; a private one by default")
     registry: tuple[str, ...] = option((), "base URLs of bootstrap registries, such as http://10.0.0.5:8998")
     advertise_host: str | None = option(None, "address that other workers reach this one at; --host by default")
@@ -73,6 +76,13 @@ class WorkerConfig:
     )
     threads: int = option(0, "compute threads of one rank; 0 takes one for each of its cores")
     cores: str = option("", "cores for the ranks, such as 0-3,6, shared out among them; all by default")
+    otlp_endpoint: str | None = option(
+        None, "URL of an OpenTelemetry collector (OTLP over HTTP), such as http://otel:4318; none: no traces"
+    )
+    trace_ratio: float = option(1.0, "share of requests traced that come without a traceparent of their own")
+    registry_token_file: str | None = option(
+        None, "file with the token that registries demand for writes; this worker's own registry demands it too"
+    )
     log_format: Literal["console", "json"] = option("console", "log lines for people or for machines")
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "least severe log lines shown")
     limits: Limits = field(default_factory=Limits)
@@ -82,6 +92,7 @@ class WorkerConfig:
         _require(self.page_tokens > 0, "page_tokens", self.page_tokens, "positive")
         _require(self.kv_tokens >= self.page_tokens, "kv_tokens", self.kv_tokens, "at least page_tokens")
         _require(self.threads >= 0, "threads", self.threads, "at least 0")
+        _require(0 <= self.trace_ratio <= 1, "trace_ratio", self.trace_ratio, "between 0 and 1")
         for url in self.registry:
             _require(url.startswith(("http://", "https://")), "registry", url, "an http:// or https:// URL")
         parse_cores(self.cores)
@@ -167,6 +178,7 @@ class RankConfig:
     device: str  # "cpu", "cuda", or "cuda:1" where several ranks share a node
     transfer: TransferName
     transfer_staging: bool
+    kv_checksum: bool
     shm_dir: str
     host: str  # listen here
     advertise_host: str  # and tell others this
@@ -177,6 +189,7 @@ class RankConfig:
     log_format: LogFormat
     log_level: LogLevel
     limits: Limits
+    traces: bool = False  # report the stages of every request
 
     @property
     def dp_size(self) -> int:

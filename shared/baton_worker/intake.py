@@ -28,6 +28,9 @@ INLINE_CHARS = 16_384
 GREEDY_BELOW = 1e-6
 """A temperature below this is 0, as in SGLang: dividing logits by it would overflow."""
 
+PRIORITY_MOST = 1_000_000
+"""Greatest `priority` of a request, and its negative the least."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
@@ -71,11 +74,17 @@ class Prepared:
     skip_special: bool
     keep_stop: bool
     routed_dp_rank: int | None = None  # the unit that must serve it
+    priority: int = 0
 
     def request(self, rid: RequestId, budget_ms: Millis) -> Request:
         """The request as the scheduler sees it."""
         return Request(
-            rid=rid, prompt=self.prompt, sampling=self.sampling, bootstrap=self.bootstrap, budget_ms=budget_ms
+            rid=rid,
+            prompt=self.prompt,
+            sampling=self.sampling,
+            bootstrap=self.bootstrap,
+            budget_ms=budget_ms,
+            priority=self.priority,
         )
 
 
@@ -126,6 +135,7 @@ class Intake:
             skip_special=wanted.skip_special_tokens is not False,
             keep_stop=wanted.no_stop_trim is True,
             routed_dp_rank=routed,
+            priority=_priority(ask.leg),
         )
 
     def bootstrap(self, leg: Leg) -> Bootstrap | None:
@@ -249,6 +259,14 @@ def check_rid(rid: RequestId) -> RequestId:
     if not 0 < len(rid) <= RID_CHARS_MAX:
         raise ClientError(f"rid must have between 1 and {RID_CHARS_MAX} characters, not {len(rid)}")
     return rid
+
+
+def _priority(leg: Leg) -> int:
+    """The request's priority. Raises ClientError where it is beyond all sense."""
+    priority = leg.priority or 0
+    if abs(priority) > PRIORITY_MOST:
+        raise ClientError(f"priority must be between -{PRIORITY_MOST} and {PRIORITY_MOST}, not {priority}")
+    return priority
 
 
 def _check_prompt_logprobs(wanted: Wanted, prompt_tokens: int) -> None:

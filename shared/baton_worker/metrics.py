@@ -19,7 +19,15 @@ SERIES_MAX = 4_096
 UNLABELLED = ("admission_rejections_total",)
 
 SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 600.0)
+SPEED_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
 OTHER_BUCKETS = tuple(float(4**power) for power in range(16))
+
+ROUTES = ("generate", "completions", "chat")
+STATUSES = (200, 400, 409, 499, 500, 502, 503, 504)
+"""Statuses of requests that are shown at zero from the start."""
+
+OF_EVERY_RANK = "transfer_"
+"""Metrics whose names begin so are told by all ranks of a unit, each about its own share; others by its leader alone."""
 
 HELP = {
     "requests_total": "Answered requests by route and HTTP status.",
@@ -34,6 +42,11 @@ HELP = {
     "agreement_seconds": "Time in which the ranks of a stage agreed on what they observe.",
     "control_tick_lag_seconds": "How long after it was due a turn of the scheduler's loop began.",
     "poll_state_requests": "Handoffs by KVPoll state.",
+    "tpot_seconds": "Mean time of an answer's tokens after the first.",
+    "transfer_bytes_total": "Bytes of KV pages moved.",
+    "transfer_seconds": "Time in which a finished share of a handoff had its pages touched.",
+    "transfer_gigabytes_per_second": "Speed of a finished share of a handoff.",
+    "transfer_failures_total": "Transfers that failed, by reason and way.",
 }
 
 
@@ -56,12 +69,21 @@ class WorkerMetrics:
 
     def __init__(self, role: Role) -> None:
         self.snapshots: dict[int, Snapshot] = {}  # by DP rank
+        self._members: dict[int, tuple[int, dict[str, float]]] = {}  # by rank that leads no unit: DP rank, counters
         self._prefix = f"baton_{role.value}_"
         self._counters: dict[str, float] = {}
         self._gauges: dict[str, float] = {}
         self._histograms: dict[str, Histogram] = {}
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
+        self._show_closed_sets()
+
+    def _show_closed_sets(self) -> None:
+        for route in ROUTES:
+            self._histogram(f"request_seconds{{route={route}}}")
+            for status in STATUSES:
+                self._counters[f"requests_total{{route={route},status={status}}}"] = 0
+        self._histogram("first_token_seconds")
 
     def count(self, key: str, by: float = 1.0) -> None:
         """Add to a counter; the name ends in `_total`."""
@@ -82,16 +104,33 @@ class WorkerMetrics:
         """Add an observation to a histogram; the name ends in its unit."""
         if not self._has_place(self._histograms, key) or not math.isfinite(value):
             return
-        if key not in self._histograms:
-            is_time = key.partition("{")[0].endswith("_seconds")
-            self._histograms[key] = Histogram(SECONDS_BUCKETS if is_time else OTHER_BUCKETS)
-        self._histograms[key].observe(value)
+        self._histogram(key).observe(value)
+
+    def _histogram(self, key: str) -> Histogram:
+        """That of `key`, a new one where there is none."""
+        found = self._histograms.get(key)
+        if found is None:
+            found = self._histograms[key] = Histogram(_buckets(key.partition("{")[0]))
+        return found
 
     def apply(self, dp_rank: int, snapshot: Snapshot) -> None:
-        """Take over the numbers of a unit."""
+        """Take over the numbers of a unit, as its leader tells them."""
         self.snapshots[dp_rank] = snapshot
-        for key, values in snapshot.samples.items():
+        self._take_samples(dp_rank, snapshot.samples)
+
+    def apply_member(self, dp_rank: int, snapshot: Snapshot) -> None:
+        """Another rank of a unit: of its numbers only those count that differ from its leader's."""
+        own = {key: value for key, value in snapshot.counters.items() if key.startswith(OF_EVERY_RANK)}
+        self._members[snapshot.rank] = (dp_rank, own)
+        self._take_samples(
+            dp_rank, {key: values for key, values in snapshot.samples.items() if key.startswith(OF_EVERY_RANK)}
+        )
+
+    def _take_samples(self, dp_rank: int, samples: dict[str, list[float]]) -> None:
+        for key, values in samples.items():
             labelled = with_dp_rank(key, dp_rank)
+            if self._has_place(self._histograms, labelled):
+                self._histogram(labelled)  # also where nothing was observed yet
             for value in values:
                 self.observe(labelled, value)
 
@@ -110,6 +149,10 @@ class WorkerMetrics:
                     counters[labelled] = counters.get(labelled, 0.0) + value
                 else:
                     gauges[labelled] = value
+        for dp_rank, own in self._members.values():
+            for key, value in own.items():
+                labelled = with_dp_rank(key, dp_rank)
+                counters[labelled] = counters.get(labelled, 0.0) + value
         yield from self._families(gauges.items(), "gauge")
         yield from self._families(counters.items(), "counter")
         yield from self._histogram_families()
@@ -146,6 +189,12 @@ class WorkerMetrics:
             return True
         self._counters["dropped_series_total"] = self._counters.get("dropped_series_total", 0.0) + 1
         return False
+
+
+def _buckets(name: str) -> tuple[float, ...]:
+    if name.endswith("_gigabytes_per_second"):
+        return SPEED_BUCKETS
+    return SECONDS_BUCKETS if name.endswith("_seconds") else OTHER_BUCKETS
 
 
 def with_dp_rank(key: str, dp_rank: int) -> str:

@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from baton_core.errors import BatonError, ClientError, Overloaded, Reason, Verdict
-from baton_core.events import FlushCache
+from baton_core.events import Continue, FlushCache, Pause, PauseMode
 from baton_core.limits import Millis
 from baton_core.request import FAKE_HOST, Bootstrap, FinishType, Sampling
 from baton_worker.config import Role, follows
@@ -41,7 +41,7 @@ QUEUES_OF_LOAD = {
     "prefill_inflight_queue_reqs": ("inflight",),
     "decode_prealloc_queue_reqs": ("resolving", "greeting", "prealloc"),
     "decode_transfer_queue_reqs": ("transferring",),
-    "decode_retracted_queue_reqs": (),
+    "decode_retracted_queue_reqs": ("backing_up", "retracted", "restoring"),
 }
 """SGLang's names in `/v1/loads`, and the scheduler's phases that they count."""
 
@@ -51,6 +51,12 @@ class AbortBody(msgspec.Struct, kw_only=True):
 
     rid: str | None = None
     abort_all: bool | None = None
+
+
+class PauseBody(msgspec.Struct, kw_only=True):
+    """Body of `/pause_generation`."""
+
+    mode: PauseMode = PauseMode.ABORT
 
 
 class Ops:
@@ -73,6 +79,8 @@ class Ops:
             (("/v1/loads",), self.loads, ["GET"]),
             (("/flush_cache",), self.flush_cache, ["GET", "POST"]),
             (("/abort_request",), self.abort_request, ["POST"]),
+            (("/pause_generation",), self.pause_generation, ["POST"]),
+            (("/continue_generation",), self.continue_generation, ["POST"]),
             (("/drain",), self.drain, ["POST"]),
             (("/metrics",), self.metrics, ["GET"]),
             (("/debug/snapshot",), self.debug_snapshot, ["GET"]),
@@ -254,6 +262,26 @@ class Ops:
         elif stream is not None:
             worker.abort(stream, verdict)
         return Response(status_code=200)
+
+    async def pause_generation(self, request: HttpRequest) -> Response:
+        """Compute nothing until `/continue_generation`; what runs is aborted, kept in place, or retracted."""
+        worker = self._worker
+        try:
+            raw = await read_body(request, CONTROL_BYTES_MAX)
+            body = msgspec.json.decode(raw or b"{}", type=PauseBody)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            return failure(ClientError(f"the body is not valid: {error}").verdict, worker.limits)
+        except ClientError as error:
+            return failure(error.verdict, worker.limits)
+        worker.units.tell_all(Pause(mode=body.mode))
+        return json_response({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def continue_generation(self, _request: HttpRequest) -> Response:
+        """Compute again."""
+        self._worker.units.tell_all(Continue())
+        return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
     async def drain(self, _request: HttpRequest) -> Response:
         """Refuse new requests from now on, without ending the process."""

@@ -12,7 +12,18 @@ import zmq
 import zmq.asyncio
 
 from baton_core.errors import Overloaded, Reason
-from baton_core.events import Abort, AbortAll, DrainBegan, FlushCache, LookupFailed, Resolved, StopHere, Submit
+from baton_core.events import (
+    Abort,
+    AbortAll,
+    Continue,
+    DrainBegan,
+    FlushCache,
+    LookupFailed,
+    Pause,
+    Resolved,
+    StopHere,
+    Submit,
+)
 from baton_io.codec import FrameError
 from baton_io.ipc import (
     TO_APP,
@@ -29,7 +40,20 @@ from baton_io.ipc import (
     Stop,
 )
 
-ToRank = Submit | Abort | AbortAll | StopHere | Resolved | LookupFailed | DrainBegan | FlushCache | Ping | Stop
+ToRank = (
+    Submit
+    | Abort
+    | AbortAll
+    | StopHere
+    | Resolved
+    | LookupFailed
+    | DrainBegan
+    | FlushCache
+    | Pause
+    | Continue
+    | Ping
+    | Stop
+)
 FromRank = RankReady | LoadProgress | Emits | LookUps | RegisterRanks | PeersLost | Snapshot | RankFailed
 
 FRAME_BYTES_MAX = 64 * 1024 * 1024

@@ -73,6 +73,7 @@ class RankPlan:
             device=f"cuda:{local_rank}" if config.device == "cuda" and count > 1 else config.device,
             transfer=config.transfer,
             transfer_staging=config.transfer_staging,
+            kv_checksum=config.kv_checksum,
             shm_dir=config.shm_dir,
             host=config.host,
             advertise_host=config.reachable_host,
@@ -83,6 +84,7 @@ class RankPlan:
             log_format=config.log_format,
             log_level=config.log_level,
             limits=config.limits,
+            traces=config.otlp_endpoint is not None,
         )
 
     def _rendezvous(self) -> str:

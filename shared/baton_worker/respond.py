@@ -36,6 +36,7 @@ from baton_worker.http import (
 from baton_worker.intake import Ask, Intake, check_rid
 from baton_worker.schemas import Body, Leg, decode, decode_leg
 from baton_worker.streams import Delivery, RequestStream
+from baton_worker.traces import RequestTrace
 from baton_worker.worker import Worker
 
 log = structlog.get_logger()
@@ -81,23 +82,32 @@ async def respond(worker: Worker, route: Route[Body], http: HttpRequest) -> Resp
     started = time.perf_counter()
     rid = http.headers.get(REQUEST_ID_HEADER) or uuid.uuid4().hex
     raw = b""
+    trace = worker.traces.begin(route.name, rid, http.headers, started)
     try:
         check_rid(rid)
         raw = await read_body(http, worker.limits.body_bytes_max)
-        return await _open(worker, route, http, raw, rid, started)
+        return await _open(worker, route, http, raw, rid, trace, started)
     except ClientDisconnect:
+        _end(trace, CLIENT_CLOSED_REQUEST)
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     except BatonError as error:
         bootstrap, rid = _room_of_refused(worker.intake, raw, rid)
         worker.refuse(rid, bootstrap, error.verdict)
         status = error.status if isinstance(error, BodyTooLong) else error.verdict.status
         _record(worker, route.name, status, started)
+        _end(trace, status, error.verdict)
         log.info("request.refused", rid=rid, room=bootstrap and bootstrap.room, status=status, error=str(error))
         return failure(error.verdict, worker.limits, rid=rid, status=status)
 
 
 async def _open(
-    worker: Worker, route: Route[Body], http: HttpRequest, raw: bytes, rid: RequestId, started: float
+    worker: Worker,
+    route: Route[Body],
+    http: HttpRequest,
+    raw: bytes,
+    rid: RequestId,
+    trace: RequestTrace | None,
+    started: float,
 ) -> "LiveResponse":
     worker.check_open()
     body = decode(raw, route.body)
@@ -129,6 +139,7 @@ async def _open(
         scribe = Scribe(answer, prepared.sampling, is_fresh=past is None)
     stream = worker.submit(prepared, rid, budget_ms)
     answer.dp_rank = stream.dp_rank
+    worker.traces.follow(trace, stream.scheduler_rid)
     return LiveResponse(
         worker=worker,
         route=route.name,
@@ -139,6 +150,7 @@ async def _open(
         room=0 if prepared.bootstrap is None else prepared.bootstrap.room,
         streaming=ask.stream,
         guard_ms=budget_ms + GUARD_MS,
+        trace=trace,
         started=started,
     )
 
@@ -158,14 +170,16 @@ class LiveResponse(Response):
         room: int,
         streaming: bool,
         guard_ms: Millis,
+        trace: RequestTrace | None,
         started: float,
     ) -> None:
         super().__init__()
         self._worker, self._route, self._stream = worker, route, stream
         self._answer, self._renderer, self._scribe = answer, renderer, scribe
         self._room, self._streaming = room, streaming
-        self._guard_ms, self._started = guard_ms, started
+        self._guard_ms, self._trace, self._started = guard_ms, trace, started
         self._begun = False  # whether headers are out
+        self._first: tuple[float, int] | None = None  # when the first tokens of ours came, and how many there were
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, then make sure that nothing of the request lives on."""
@@ -223,11 +237,15 @@ class LiveResponse(Response):
 
     async def _advance(self) -> str:
         """Wait for the scheduler's next words and take them in."""
-        first = not self._answer.output_ids
+        given = len(self._answer.output_ids)
         delivery = await self._stream.take()
         text = self._answer.feed(delivery)
-        if first and self._answer.output_ids:
-            self._worker.metrics.observe("first_token_seconds", time.perf_counter() - self._started)
+        tokens = len(self._answer.output_ids)
+        if self._first is None and tokens > given:
+            now = time.perf_counter()
+            self._first = now, tokens
+            if not given:
+                self._worker.metrics.observe("first_token_seconds", now - self._started)
         if self._answer.ending is not None and delivery.finish is None:
             self._worker.stop_here(self._stream)  # a stop string: the scheduler cannot know
         return text
@@ -263,6 +281,10 @@ class LiveResponse(Response):
     def _finished(self, status: int) -> None:
         _record(self._worker, self._route, status, self._started)
         verdict = self._answer.failure
+        later = 0 if self._first is None else len(self._answer.output_ids) - self._first[1]
+        if self._first is not None and later > 0:
+            self._worker.metrics.observe("tpot_seconds", (time.perf_counter() - self._first[0]) / later)
+        _end(self._trace, status, verdict)
         log.info(
             "request.answered",
             rid=self._answer.rid,
@@ -314,6 +336,11 @@ def _room_of_refused(intake: Intake, raw: bytes, rid: RequestId) -> tuple[Bootst
         return intake.bootstrap(leg), rid
     except BatonError:
         return None, rid
+
+
+def _end(trace: RequestTrace | None, status: int, verdict: Verdict | None = None) -> None:
+    if trace is not None:
+        trace.end(status, "" if verdict is None else verdict.reason.name.lower())
 
 
 def _record(worker: Worker, route: str, status: int, started: float) -> None:

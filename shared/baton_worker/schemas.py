@@ -27,6 +27,7 @@ class Leg(msgspec.Struct, kw_only=True):
     routed_dp_rank: int | None = None
     data_parallel_rank: int | None = None  # SGLang's old name of routed_dp_rank
     disagg_prefill_dp_rank: int | None = None
+    priority: int | None = None  # greater is served first where KV pages are short; 0 by default
     baton_continuation: list[Part] | None = None  # a router's: what another worker has answered already
 
 
@@ -158,7 +159,6 @@ _SAMPLING_NO_OPS: dict[str, tuple[object, ...]] = {
 _ANY_ROUTE_NO_OPS: dict[str, tuple[object, ...]] = {
     "custom_logit_processor": (),
     "lora_path": ("",),
-    "priority": (0,),
     "return_hidden_states": (False,),
     "return_routed_experts": (False,),
     "session_params": ({},),

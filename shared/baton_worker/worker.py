@@ -37,6 +37,7 @@ from baton_worker.rank_link import FromRank
 from baton_worker.rank_plan import RankPlan
 from baton_worker.rank_process import Rank, local_ranks
 from baton_worker.streams import RequestStream, Streams
+from baton_worker.traces import open_traces
 from baton_worker.units import Unit, Units, merged_ready, merged_snapshot
 
 log = structlog.get_logger()
@@ -76,6 +77,7 @@ class Worker:
         self.rank_ready: RankReady | None = None  # of all ranks together
         self.streams = Streams(live_max=self.limits.waiting_max, on_close=self._stream_closed)
         self.metrics = WorkerMetrics(self.role)
+        self.traces = open_traces(config, self.role, self.incarnation)
         self.intake = Intake(
             role=self.role,
             tokenizer=materials.tokenizer,
@@ -150,6 +152,7 @@ class Worker:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.traces.close()
         self.intake.close()
         self._context.destroy(linger=0)
         shutil.rmtree(self._run_dir, ignore_errors=True)
@@ -254,6 +257,9 @@ class Worker:
             case Snapshot():
                 if rank.place.leads:
                     self.metrics.apply(unit.dp_rank, message)
+                    self.traces.ended(message.timelines)
+                else:
+                    self.metrics.apply_member(unit.dp_rank, message)
             case LookUps():
                 for lookup in message.lookups:
                     self._spawn(self._look_up(unit, lookup), "look-up")

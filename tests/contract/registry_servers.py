@@ -60,7 +60,7 @@ def _cut(server: uvicorn.Server) -> None:
 async def registry(life: str = "registry-1", port: int = 0, token: str | None = None) -> AsyncIterator[int]:
     """The bootstrap service, empty."""
     async with aiohttp.ClientSession() as session:
-        routes = RegistryRoutes(RegistryTable(life), clock=monotonic_ms, probe=health_probe(session), token=token)
+        routes = RegistryRoutes.alone(RegistryTable(life), clock=monotonic_ms, probe=health_probe(session), token=token)
         async with serving(create_app(routes, monotonic_ms), port) as bound_port:
             yield bound_port
 

@@ -81,7 +81,7 @@ def clock() -> Clock:
 @pytest.fixture(params=["behind the app", "in front of the app"])
 async def http(request: pytest.FixtureRequest, clock: Clock) -> AsyncIterator[httpx.AsyncClient]:
     """A client of an empty registry, mounted both ways."""
-    routes = RegistryRoutes(RegistryTable("life-1"), clock=clock, probe=nobody_answers, token=None)
+    routes = RegistryRoutes.alone(RegistryTable("life-1"), clock=clock, probe=nobody_answers, token=None)
     app = FastAPI()
     app.include_router(registry_router(routes))
     target = app if request.param == "behind the app" else RegistryFront(routes, app)
@@ -379,7 +379,7 @@ async def test_writes_need_the_token_and_reads_do_not() -> None:
 
 
 async def test_the_service_reports_readiness_and_bounded_metrics(clock: Clock) -> None:
-    routes = RegistryRoutes(RegistryTable("life-1"), clock=clock, probe=nobody_answers, token=None)
+    routes = RegistryRoutes.alone(RegistryTable("life-1"), clock=clock, probe=nobody_answers, token=None)
     transport = httpx.ASGITransport(create_app(routes, clock))
     async with httpx.AsyncClient(transport=transport, base_url="http://registry") as client:
         await client.put("/route", json=sglang_body())

@@ -160,10 +160,13 @@ async def test_what_is_said_to_all_reaches_every_unit(start: Start) -> None:
         await running.http.post("/abort_request", json={"abort_all": True})
         statuses = [(await one).status_code for one in asked]
         assert (await running.http.post("/flush_cache")).status_code == 200
+        assert (await running.http.post("/pause_generation", json={"mode": "sleep"})).status_code == 400
+        assert (await running.http.post("/pause_generation", json={"mode": "retract"})).status_code == 200
+        assert (await running.http.post("/continue_generation")).status_code == 200
         assert (await running.http.get("/health_generate")).status_code == 200
         seen = await running.worker.fresh_snapshots(2_000)
     assert statuses == [200, 200]
-    for event in ("AbortAll", "FlushCache"):
+    for event in ("AbortAll", "FlushCache", "Pause", "Continue"):
         counts = [one.gauges.get(f"seen{{event={event}}}", 0) for one in seen]
         assert counts == [1, 0, 1, 0], event
 

@@ -70,22 +70,32 @@ class Bell:
                 self._rung.wait(min(left, 0.02))
 
 
-def make_sender(ways: str, pool: KVPool, bell: Bell, layout: UnitLayout, member: Member = 0) -> Sender:
+def make_sender(
+    ways: str, pool: KVPool, bell: Bell, layout: UnitLayout, member: Member = 0, *, checksum: bool = False
+) -> Sender:
     """Prefill's end as its rank builds it for these `--transfer` values."""
     if ways == "fake":
         return FakeSender(layout, bell)
     table, name = AttemptTable(bell), f"p1/0.{member}"
     made: list[Way] = []
     if ways in ("auto", "shm"):
-        made.append(ShmWay(pool, name, table, bell, connect_timeout_ms=1000))
+        made.append(ShmWay(pool, name, table, bell, connect_timeout_ms=1000, checksum=checksum))
     if ways in ("auto", "tcp", "staged", "staged alone"):
         staged = ways.startswith("staged")
-        made.append(TcpWay(pool, name, table, connect_timeout_ms=1000, staged=staged))
+        made.append(TcpWay(pool, name, table, connect_timeout_ms=1000, staged=staged, checksum=checksum))
     return PageSender(table, layout, member, made)
 
 
 def make_receiver(
-    doors: str, pool: KVPool, rows: RowMemory, bell: Bell, directory: Path, layout: UnitLayout, member: Member = 0
+    doors: str,
+    pool: KVPool,
+    rows: RowMemory,
+    bell: Bell,
+    directory: Path,
+    layout: UnitLayout,
+    member: Member = 0,
+    *,
+    checksum: bool = False,
 ) -> Receiver:
     """Decode's end likewise; `directory` is where unix sockets go."""
     if doors == "fake":
@@ -97,7 +107,7 @@ def make_receiver(
     if doors in ("auto", "tcp", "staged", "staged alone"):
         staging = StagingRing(PoolTarget(pool), table, bell, RING_BYTES) if doors == "staged" else None
         made.append(TcpDoor(pool, rows, table, host="127.0.0.1", advertise_host="127.0.0.1", staging=staging))
-    return PageReceiver(table, layout, member, rows, made)
+    return PageReceiver(table, layout, member, rows, made, checksum=checksum)
 
 
 @dataclass
@@ -195,16 +205,20 @@ class Units:
     Every number of the source pools is one of a kind and says which token, layer, k|v, head and dimension it is.
     """
 
-    def __init__(self, backend: str, directory: Path, source: UnitLayout, target: UnitLayout) -> None:
+    def __init__(
+        self, backend: str, directory: Path, source: UnitLayout, target: UnitLayout, *, checksum: str = ""
+    ) -> None:
+        sends, wants = "prefill" in checksum, "decode" in checksum
         self.source, self.target, self.bell = source, target, Bell()
         self.sources = [pool_of(source, member) for member in range(source.members)]
         self.targets = [pool_of(target, member) for member in range(target.members)]
         self.rows = [RowMemory(4) for _ in self.targets]
         self.senders = [
-            make_sender(backend, pool, self.bell, source, member) for member, pool in enumerate(self.sources)
+            make_sender(backend, pool, self.bell, source, member, checksum=sends)
+            for member, pool in enumerate(self.sources)
         ]
         self.receivers = [
-            make_receiver(backend, pool, rows, self.bell, directory, target, member)
+            make_receiver(backend, pool, rows, self.bell, directory, target, member, checksum=wants)
             for member, (pool, rows) in enumerate(zip(self.targets, self.rows, strict=True))
         ]
 

@@ -29,6 +29,7 @@ def tightened(shape: Shape, seed: int) -> Shape:
     if not is_tight(seed):
         return shape
     random = Random(f"memory {seed}")
+    together = any(one.dp_attention for one in shape.parallels.values())
     page_tokens = min(shape.decode_page_tokens, random.choice((1, 2, 2, 4)))
     prompt_most, answer_most = 6, random.choice((16, 30, 50))
     giant = pages_for(prompt_most + answer_most, page_tokens)
@@ -41,7 +42,7 @@ def tightened(shape: Shape, seed: int) -> Shape:
         running_max=random.choice((3, 64, 64)),
         metadata_rows=random.choice((3, 256)),
         waiting_max=2_048,
-        chunk_tokens=random.choice((5, 512)),
+        chunk_tokens=shape.limits.chunk_tokens if together else random.choice((5, 512)),
         request_budget_ms=max(20_000, shape.limits.request_budget_ms),
     )
     return replace(
@@ -80,7 +81,7 @@ class Pressure:
     And generation is paused now and then, and always continued.
     """
 
-    PHASES = ("backing_up", "backing_up", "retracted", "restoring", "restoring", "restoring", "computing")
+    PHASES = ("backing_up", "backing_up", "retracted", *("restoring",) * 5)
     STRIKES = 6
 
     def __init__(self, world: "World") -> None:
@@ -94,10 +95,10 @@ class Pressure:
         if tight and world.shape.profile != "free":
             kinds = ["client_abort", "stop"]
             if world.shape.process_faults:
-                kinds += (*world.chaos.KINDS, "crash")
+                kinds += world.chaos.KINDS
             # Whoever is struck while it gives way never waits to be restored: one phase a world.
             phase = random.choice(self.PHASES)
-            self._aims = [(phase, random.choice(kinds)) for _ in range(self.STRIKES)]
+            self._aims = [(phase, kind) for kind in random.sample(kinds, min(self.STRIKES, len(kinds)))]
             self._aims += [(random.choice(self.PHASES), random.choice(("client_abort", "stop"))) for _ in range(2)]
             # A prompt that is computed here is between two steps only while others, or nobody, compute.
             self._aims += [("again", "hold"), ("again.idle", random.choice(("retract", "stop")))] * 3

@@ -146,7 +146,7 @@ def draw_shape(seed: int, random: Random) -> Shape:
     if together and random.random() < 0.5:
         # Only units that wait for each other have requests between two steps, and only lone ones own no transfer then.
         limits = replace(limits, chunk_tokens=2)
-        manners = replace(manners, colocated=0.4, fake_host=0.5)
+        manners = replace(manners, colocated=0.2, fake_host=0.7)
     return Shape(
         profile=profile,
         parallels=parallels,

@@ -9,7 +9,7 @@ import pytest
 
 from baton_core import agreement
 from baton_core.decode.core import DecodeCore
-from baton_core.decode.prealloc import DecodePreallocQueue
+from baton_core.decode.memory import DecodeMemory
 from baton_core.effects import Emit, Expect, Forget
 from baton_core.errors import Verdict
 from baton_core.events import AgreedPoll, PeerGone
@@ -81,7 +81,7 @@ def test_a_receiver_that_checks_neither_attempt_nor_revocation_is_noticed(monkey
     monkeypatch.setattr(Receiver, "may_write", lambda self, attempt, stream: stream.prefill.member in attempt.ways)
     monkeypatch.setattr(Receiver, "forget", forget)
     monkeypatch.setattr(Receiver, "kept", lambda self: [])
-    caught(0, "law of pages")
+    caught(50, "law of pages")
 
 
 def test_attempts_that_are_not_unique_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,10 +154,8 @@ def test_a_row_that_is_never_given_back_is_noticed(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_reservation_that_forgets_the_answer_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def pages_wanted(self: DecodePreallocQueue, req: Handoff) -> int:
-        return pages_for(len(req.request.prompt), self._page_tokens)
-
-    monkeypatch.setattr(DecodePreallocQueue, "pages_wanted", pages_wanted)
+    monkeypatch.setattr(DecodeMemory, "pages_expected", lambda self, req: pages_for(req.known, self._page_tokens))
+    monkeypatch.setattr(DecodeMemory, "_short", lambda self, req: False)
     caught(0, "IndexError")
 
 

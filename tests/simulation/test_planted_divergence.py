@@ -74,7 +74,7 @@ def test_a_stage_failure_that_is_applied_on_one_stage_only_is_noticed(monkeypatc
 
     monkeypatch.setattr(PrefillBootstrapQueue, "_drain", drain)
     monkeypatch.setattr(DecodePreallocQueue, "_drain", drain)
-    caught(220, "siblings")
+    caught(350, "siblings")
 
 
 def test_a_stage_failure_that_is_never_drained_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_a_rank_without_the_metadata_gate_is_noticed(monkeypatch: pytest.MonkeyP
         return real(seen, group, None if group.rank == 1 else decode_reqs, *rest)
 
     monkeypatch.setattr(agreement, "_reduce", reduce)
-    caught(0, "siblings")
+    caught(100, "siblings")
 
 
 def test_a_rank_that_commits_when_its_own_metadata_is_visible_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ def test_a_real_decode_worker_becomes_a_row() -> None:
     assert (row.role, row.name, row.rank, row.state) == ("decode", "10.0.0.2:8200", "", "ready")
     assert (row.running, row.waiting, row.pages, row.pages_free) == (0, 0, 2048, 2048)
     assert row.polls == (0, 0, 0, 0, 0)
-    assert row.ttft.p50 is not None and row.between.p99 is not None and row.tick_p99_s is not None
+    assert row.ttft.p50 is not None and row.between["step_seconds"].p99 is not None and row.tick_p99_s is not None
     assert row.tokens_per_s is None and row.rejected == 4
 
 
@@ -139,12 +139,14 @@ def test_a_worker_that_does_not_answer_says_so() -> None:
     assert (row.state, row.breaker, row.running) == ("no answer", "open", None)
 
 
-def test_gaps_between_tokens_are_shown_where_they_are_exported_and_steps_elsewhere() -> None:
+def test_of_what_tells_how_fast_tokens_follow_each_other_the_best_is_shown() -> None:
     steps = BUCKETS.replace("t_", "baton_decode_step_seconds_")
-    gaps = steps.replace("step_seconds", "inter_token_seconds").replace("0.1", "0.01").replace("0.2", "0.02")
-    assert rows_of(known("decode", steps + gaps))[0].between.p99 == 0.02
-    assert rows_of(known("decode", steps))[0].between.p99 == 0.2
-    assert [frame(text).gaps_are_steps for text in (steps, steps + gaps)] == [True, False]
+    means = steps.replace("step_seconds", "tpot_seconds").replace("0.1", "0.01").replace("0.2", "0.02")
+    assert [frame(text).between for text in (steps, steps + means)] == ["step_seconds", "tpot_seconds"]
+    head, *_ = (one for one in text_of(frame(steps + means), width=200) if one.startswith("WORKER"))
+    assert "TPOT 50/99" in head and "STEP" not in head
+    (row,) = rows_of(known("decode", steps + means))
+    assert (row.between["step_seconds"].p99, row.between["tpot_seconds"].p99) == (0.2, 0.02)
 
 
 def test_stages_stand_in_the_order_of_a_request_s_way_and_only_those_somebody_was_in() -> None:

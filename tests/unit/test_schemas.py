@@ -30,7 +30,14 @@ def intake(tokenizer: Tokenizer, role: Role = Role.DECODE) -> Intake:
         allowed = host == "127.0.0.1"
         return None if allowed else Verdict(reason=Reason.INVALID_REQUEST, text=f"bootstrap_host {host} is not allowed")
 
-    return Intake(role=role, tokenizer=tokenizer, limits=Limits(), own_bootstrap=("", 8998), check_host=check_host)
+    return Intake(
+        role=role,
+        tokenizer=tokenizer,
+        limits=Limits(),
+        own_bootstrap=("", 8998),
+        check_host=check_host,
+        dp_size=1,
+    )
 
 
 def prepare(tokenizer: Tokenizer, body: dict[str, Any] | bytes, role: Role = Role.DECODE) -> Prepared:
@@ -235,3 +242,10 @@ def test_a_worker_configuration_out_of_range_is_refused() -> None:
         with pytest.raises(ValueError, match=next(iter(wrong))):
             DecodeConfig(**wrong)
     assert DecodeConfig(host="0.0.0.0").reachable_host == "127.0.0.1"
+
+
+def test_a_priority_reaches_the_scheduler_and_is_bounded(tokenizer: Tokenizer) -> None:
+    assert prepare(tokenizer, {"text": "Hi"}).request("r", 1_000).priority == 0
+    assert prepare(tokenizer, {"text": "Hi", "priority": -7}).request("r", 1_000).priority == -7
+    with pytest.raises(ClientError, match="priority"):
+        prepare(tokenizer, {"text": "Hi", "priority": 10**7})

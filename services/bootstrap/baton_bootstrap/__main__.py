@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import aiohttp
 import structlog
@@ -20,6 +20,8 @@ from baton_core.registry import RegistryTable
 from baton_io.config import describe, load
 from baton_io.logs import configure_logs
 from baton_io.registry_routes import RegistryRoutes, health_probe
+from baton_io.registry_store import OwnStore, Store
+from baton_io.registry_token import read_token
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,32 +42,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         log.error("bootstrap.token_unreadable", token_file=config.token_file, cause=str(error))
         return 1
+    try:
+        store = open_store(config)
+    except (OSError, ValueError) as error:
+        log.error("bootstrap.without_store", redis=config.redis, cause=str(error))
+        return 1
     log.info("bootstrap.starting", config=describe(config))
     # uvicorn stops cleanly on these signals and then raises them again; that must not look like a crash.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda _number, _frame: None)
     with asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner:
-        runner.run(serve(config, token))
+        runner.run(serve(config, token, store))
     log.info("bootstrap.stopped")
     return 0
 
 
-def read_token(path: str | None) -> str | None:
-    """The token in this file, None without one. Raises OSError, and ValueError where the file is empty."""
-    if path is None:
-        return None
-    token = Path(path).read_text(encoding="utf-8").strip()
-    if not token:
-        raise ValueError("the file is empty")
-    return token
-
-
-async def serve(config: BootstrapConfig, token: str | None) -> None:
+async def serve(config: BootstrapConfig, token: str | None, store: Store) -> None:
     """Build the registry and answer until uvicorn is told to stop. Raises SystemExit if the port is taken."""
-    table = RegistryTable(secrets.token_hex(8), config.limits)
+    follower = asyncio.create_task(store.follow()) if isinstance(store, Followed) else None
     async with aiohttp.ClientSession() as session:
-        routes = RegistryRoutes(table, clock=monotonic_ms, probe=health_probe(session), token=token)
-        app = create_app(routes, monotonic_ms)
+        routes = RegistryRoutes(store, probe=health_probe(session), token=token)
+        app = create_app(routes, store.now, (lambda: store.has_loaded) if isinstance(store, Followed) else lambda: True)
         server = uvicorn.Config(
             app,
             host=config.host,
@@ -76,6 +73,34 @@ async def serve(config: BootstrapConfig, token: str | None) -> None:
             timeout_graceful_shutdown=5,
         )
         await uvicorn.Server(server).serve()
+    if follower is not None:
+        follower.cancel()
+        await asyncio.gather(follower, return_exceptions=True)
+
+
+@runtime_checkable
+class Followed(Protocol):
+    """A store that replicas share."""
+
+    @property
+    def has_loaded(self) -> bool:
+        """Whether it has ever been read."""
+        ...
+
+    async def follow(self) -> None:
+        """Keep up with it, until cancelled."""
+        ...
+
+
+def open_store(config: BootstrapConfig) -> Store:
+    """The store of this registry. Raises OSError, and ValueError, where it cannot be had as configured."""
+    if config.redis is None:
+        return OwnStore(RegistryTable(secrets.token_hex(8), config.limits), monotonic_ms)
+    try:
+        from baton_io.registry_redis import RedisStore
+    except ImportError as error:
+        raise ValueError(f"redis needs the extra redis (pip install 'baton[redis]'): {error}") from error
+    return RedisStore(config.redis, read_token(config.redis_password_file), config.limits)
 
 
 def monotonic_ms() -> Millis:

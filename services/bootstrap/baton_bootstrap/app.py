@@ -13,8 +13,10 @@ from baton_core.limits import Millis
 from baton_io.registry_routes import RegistryFront, RegistryRoutes, registry_router
 
 
-def create_app(routes: RegistryRoutes, clock: Callable[[], Millis]) -> ASGIApp:
-    """The whole service as one ASGI application."""
+def create_app(
+    routes: RegistryRoutes, clock: Callable[[], Millis], has_loaded: Callable[[], bool] = lambda: True
+) -> ASGIApp:
+    """The whole service as one ASGI application. `has_loaded`: whether what replicas share has ever been read."""
     metrics = CollectorRegistry()
     metrics.register(RegistryCollector(routes, clock))
     app = FastAPI(title="Baton bootstrap registry", docs_url=None, redoc_url=None, openapi_url=None)
@@ -22,15 +24,16 @@ def create_app(routes: RegistryRoutes, clock: Callable[[], Millis]) -> ASGIApp:
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
-        """200 as soon as the service answers: an empty registry is ready to be registered with."""
+        """200 as soon as the service answers and, with replicas, knows what they know: an empty one is ready, too."""
         instances = routes.table.instances(clock())
         body = {
-            "ready": True,
+            "ready": has_loaded(),
+            "takes_writes": routes.store.is_up,
             "registry_incarnation": routes.table.incarnation,
             "instances": len(instances),
             "instances_ready": sum(instance.ready for instance in instances),
         }
-        return JSONResponse(body)
+        return JSONResponse(body, 200 if has_loaded() else 503)
 
     @app.get("/metrics")
     async def show_metrics() -> Response:
@@ -56,6 +59,7 @@ class RegistryCollector(Collector):
         yield GaugeMetricFamily("baton_bootstrap_instances", "Prefill workers registered", len(instances))
         yield GaugeMetricFamily("baton_bootstrap_instances_ready", "Prefill workers with all ranks registered", ready)
         yield GaugeMetricFamily("baton_bootstrap_rooms", "Rooms whose DP rank is registered", table.rooms_total)
+        yield GaugeMetricFamily("baton_bootstrap_takes_writes", "1: the store answers", self._routes.store.is_up)
         requests = CounterMetricFamily("baton_bootstrap_requests", "Answers given", labels=("route", "status"))
         for (route, status), count in sorted(self._routes.counts.items()):
             requests.add_metric((route, str(status)), count)

@@ -72,7 +72,9 @@ def _receiver(materials: Materials) -> Receiver:
                 else None,
             )
         )
-    return PageReceiver(table, materials.layout, materials.place.member, engine.rows, doors)
+    return PageReceiver(
+        table, materials.layout, materials.place.member, engine.rows, doors, checksum=settings.kv_checksum
+    )
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from baton_core.effects import LookUp, RegisterRank
-from baton_core.errors import Overloaded, Reason, Verdict
+from baton_core.errors import EngineError, Overloaded, Reason, Verdict
 from baton_core.events import LookupFailed, RankEndpoint, Resolved
 from baton_core.limits import RegistrarLimits
 from baton_core.ranks import Parallel
@@ -21,6 +21,7 @@ from baton_io.ipc import RankReady
 from baton_io.registrar import Registrar, Registration
 from baton_io.registry_client import url_of
 from baton_io.registry_routes import RegistryFront, RegistryRoutes, health_probe, registry_router
+from baton_io.registry_token import read_token
 from baton_worker.app import create_app
 from baton_worker.config import PrefillConfig, follows
 from baton_worker.materials import Materials
@@ -43,9 +44,15 @@ class PrefillCompanion:
     """What a prefill app adds to the common worker: it is its `Companion` and its `Announcer`."""
 
     def __init__(
-        self, config: PrefillConfig, incarnation: Incarnation, addresses: Addresses, session: aiohttp.ClientSession
+        self,
+        config: PrefillConfig,
+        incarnation: Incarnation,
+        addresses: Addresses,
+        session: aiohttp.ClientSession,
+        token: str | None,
     ) -> None:
         self._config = config
+        self._token = token
         self._incarnation = incarnation
         self._addresses = addresses
         self._session = session
@@ -74,6 +81,7 @@ class PrefillCompanion:
             RegistrarLimits(),
             monotonic_ms,
             jitter=random.random,
+            token=self._token,
             aliases={url_of(self._config.reachable_host, port): own},
         )
         try:
@@ -137,10 +145,14 @@ async def run(config: PrefillConfig, materials: Materials) -> int:
     """Serve until the worker is over; the exit status. Raises OSError when a port cannot be had."""
     if config.node_rank > 0:
         return await run_node(config, materials)
+    try:
+        token = read_token(config.registry_token_file)
+    except (OSError, ValueError) as error:
+        raise EngineError(f"registry_token_file: {error}") from error
     listener, registry_listener = listen(config.host, config.port), listen(config.host, config.bootstrap_port)
     addresses = Addresses(http_port=port_of(listener), bootstrap_port=port_of(registry_listener))
     async with aiohttp.ClientSession() as session:
-        companion = PrefillCompanion(config, materials.incarnation, addresses, session)
+        companion = PrefillCompanion(config, materials.incarnation, addresses, session, token)
         worker = Worker(
             config=config,
             materials=materials,
@@ -149,7 +161,7 @@ async def run(config: PrefillConfig, materials: Materials) -> int:
             announcer=companion,
             clock=monotonic_ms,
         )
-        registry = Site(_registry_app(session), registry_listener)
+        registry = Site(_registry_app(session, token), registry_listener)
         return await serve(worker, [Site(create_app(worker), listener), registry])
 
 
@@ -164,9 +176,9 @@ def _endpoint(parallel: Parallel, ready: RankReady) -> RankEndpoint:
     )
 
 
-def _registry_app(session: aiohttp.ClientSession) -> ASGIApp:
+def _registry_app(session: aiohttp.ClientSession, token: str | None) -> ASGIApp:
     table = RegistryTable(secrets.token_hex(8))
-    routes = RegistryRoutes(table, clock=monotonic_ms, probe=health_probe(session), token=None)
+    routes = RegistryRoutes.alone(table, clock=monotonic_ms, probe=health_probe(session), token=token)
     app = FastAPI(title="Baton registry of a prefill worker", openapi_url=None, docs_url=None, redoc_url=None)
     app.include_router(registry_router(routes))
     return RegistryFront(routes, app)

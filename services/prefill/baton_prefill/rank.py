@@ -45,14 +45,14 @@ def _sender(materials: Materials) -> Sender:
     ways: list[Way] = []  # the better one first
     pool, name, poker = materials.engine.pool, materials.incarnation, materials.poker
     table = AttemptTable(poker)
-    timeout_ms = materials.settings.limits.transfer_stall_ms
+    timeout_ms, checksum = materials.settings.limits.transfer_stall_ms, materials.settings.kv_checksum
     if materials.backend in ("auto", "shm"):
         # Where tcp could do it too, a decode rank that does not answer is not waited for as long.
         probe_ms = min(timeout_ms, SHM_PROBE_MS) if materials.backend == "auto" else timeout_ms
-        ways.append(ShmWay(pool, name, table, poker, connect_timeout_ms=probe_ms))
+        ways.append(ShmWay(pool, name, table, poker, connect_timeout_ms=probe_ms, checksum=checksum))
     if materials.backend in ("auto", "tcp"):
         staged = materials.settings.transfer_staging
-        ways.append(TcpWay(pool, name, table, connect_timeout_ms=timeout_ms, staged=staged))
+        ways.append(TcpWay(pool, name, table, connect_timeout_ms=timeout_ms, staged=staged, checksum=checksum))
     return PageSender(table, materials.layout, materials.place.member, ways)
 
 

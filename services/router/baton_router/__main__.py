@@ -36,8 +36,10 @@ def main() -> None:
     draw = random.Random(random.SystemRandom().getrandbits(256)).getrandbits
     try:
         app = build(config, draw)
-    except (KeysError, OSError) as error:
+    except KeysError as error:
         sys.exit(f"baton-router: keys_file {config.keys_file}: {error}")
+    except (OSError, ValueError) as error:
+        sys.exit(f"baton-router: {error}")
     uvicorn.run(
         app,
         host=config.host,

@@ -1,5 +1,6 @@
 """The operators' routes, on a port of their own: what the router knows of its workers, drain, undrain, add, remove.
 
+    GET    /                                     a page for people: workers, queues, rates, the last failures
     GET    /workers                              every worker, its state, its breaker, its load
     POST   /workers          {"url", "role"}     one more worker
     POST   /workers/{url}/drain | /undrain       new requests avoid it; what runs there goes on
@@ -9,13 +10,13 @@ A url in a path is percent-encoded (http%3A%2F%2F10.0.0.1%3A8100) or stands as i
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Literal
 
 import uvicorn
 from fastapi import FastAPI, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BaseModel
 
 from baton_core.errors import Reason, Verdict
@@ -25,6 +26,11 @@ from baton_router.directory import Directory
 from baton_router.failures import envelope
 
 SOURCE = "operators"
+PAGE_HEADERS = {
+    "cache-control": "no-store",
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'",
+}
+"""The page runs and loads nothing, whatever a worker may have put into its words."""
 
 
 class NewWorker(BaseModel):
@@ -93,10 +99,11 @@ class Admin:
         return _done(url, self._directory.hold(url, is_held=False), "undrained")
 
 
-def admin_app(directory: Directory) -> FastAPI:
-    """The application of the admin port."""
+def admin_app(directory: Directory, status_page: Callable[[], str]) -> FastAPI:
+    """The application of the admin port; `status_page` makes the page for people."""
     admin = Admin(directory)
     app = FastAPI(title="Baton router, admin", docs_url=None, redoc_url=None)
+    app.add_api_route("/", lambda: HTMLResponse(status_page(), headers=PAGE_HEADERS), methods=["GET"])
     app.add_api_route("/workers", admin.workers, methods=["GET"])
     app.add_api_route("/workers", admin.add, methods=["POST"])
     app.add_api_route("/workers/{url:path}/drain", admin.drain, methods=["POST"])
@@ -115,14 +122,12 @@ class _Guest(uvicorn.Server):
 
 
 @asynccontextmanager
-async def serving_admin(directory: Directory, host: str, port: int | None) -> AsyncIterator[None]:
-    """Serve the admin routes while the block runs; without a port, nothing."""
+async def serving_admin(app: FastAPI, host: str, port: int | None) -> AsyncIterator[None]:
+    """Serve the admin app while the block runs; without a port, nothing."""
     if port is None:
         yield
         return
-    config = uvicorn.Config(
-        admin_app(directory), host=host, port=port, access_log=False, log_config=None, timeout_graceful_shutdown=1
-    )
+    config = uvicorn.Config(app, host=host, port=port, access_log=False, log_config=None, timeout_graceful_shutdown=1)
     server = _Guest(config)
     task = asyncio.create_task(server.serve())
     try:

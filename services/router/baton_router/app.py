@@ -23,7 +23,9 @@ from baton_core.routing.pair import ByRank, Policies
 from baton_core.routing.policies import PolicyName, make_policy
 from baton_core.routing.ranks import DpMode
 from baton_core.routing.workers import Role, in_flight_of, load_of
-from baton_router.admin import serving_admin, shown
+from baton_io.registry_token import read_token
+from baton_io.tracing import Tracing, open_tracing
+from baton_router.admin import admin_app, serving_admin, shown
 from baton_router.calls import RoadSettings
 from baton_router.client import HttpUpstream
 from baton_router.config import RouterConfig, parse_address
@@ -39,12 +41,13 @@ from baton_router.exchange import ClientGone, Receive, Refused, Scope, Send, rea
 from baton_router.facts import needs_of
 from baton_router.failures import Failure, envelope, own_failure
 from baton_router.keys import parse_keys
-from baton_router.metrics import RouterMetrics, TargetFigures
+from baton_router.metrics import GENERATING_ROUTES, RouterMetrics, TargetFigures
 from baton_router.probe import Prober
+from baton_router.recent import Recent
 from baton_router.road import Road
+from baton_router.status_page import Status, render
 from baton_router.upstream import Upstream, UpstreamError, read_all
 
-GENERATING_ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
 FAN_OUT_MS: Millis = 10_000
 FAN_OUT_BODY_BYTES_MAX = 64 * 1024
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -65,24 +68,31 @@ class Control:
         session: AbstractAsyncContextManager[object],
         metrics: RouterMetrics,
         watches: list[Watch],
+        recent: Recent,
+        door: Door,
+        tracing: Tracing | None,
     ) -> None:
         self._config = config
         self._directory = directory
         self._upstream = upstream
         self._session = session
         self._metrics = metrics
+        self._recent, self._door, self._tracing = recent, door, tracing
         self._watches = [directory.watch, *watches]
         self._watching: list[asyncio.Task[None]] = []
 
     @asynccontextmanager
     async def lifespan(self, _app: FastAPI) -> AsyncIterator[None]:
         """Open the way to the workers and watch them, and whatever else changes, while the server runs."""
-        async with self._session, serving_admin(self._directory, self._config.admin_host, self._config.admin_port):
+        admin = admin_app(self._directory, self.status_page)
+        async with self._session, serving_admin(admin, self._config.admin_host, self._config.admin_port):
             self._watching = [asyncio.create_task(watch()) for watch in self._watches]
             yield
             for task in self._watching:
                 task.cancel()
             await asyncio.gather(*self._watching, return_exceptions=True)
+            if self._tracing is not None:
+                await asyncio.to_thread(self._tracing.close)
 
     async def health(self) -> JSONResponse:
         """Alive: workers are being watched. Says nothing about whether there are any."""
@@ -102,6 +112,23 @@ class Control:
         if missing is None:
             return JSONResponse(body)
         return JSONResponse(body, 503, headers={"retry-after": str(self._retry_after_s())})
+
+    def status_page(self) -> str:
+        """The admin port's page for people."""
+        config = self._config
+        return render(
+            Status(
+                missing=self._missing(),
+                workers=tuple(shown(self._directory, worker) for worker in self._directory.all()),
+                in_flight=self._recent.under_way,
+                waiting=self._door.waiting,
+                waiting_max=config.queue_max,
+                rates=self._recent.rates(),
+                failures=tuple(reversed(self._recent.failures)),
+                registry=config.registry,
+                policies=(config.prefill_policy, config.decode_policy),
+            )
+        )
 
     async def server_info(self) -> JSONResponse:
         """What this router is and knows."""
@@ -174,7 +201,8 @@ class Control:
 def build(config: RouterConfig, draw: Callable[[int], int]) -> AsgiApp:
     """A whole router from its configuration; `draw(n)` gives a random integer of n bits.
 
-    Raises KeysError or OSError when the file of keys cannot be used: a router without it would let nobody in.
+    Raises KeysError or OSError when the file of keys cannot be used: a router without it would let nobody in; OSError or
+    ValueError when the registry's token, or tracing, cannot be had.
     """
     metrics = RouterMetrics()
     upstream = HttpUpstream(connect_timeout_ms=config.connect_timeout_ms)
@@ -189,10 +217,14 @@ def build(config: RouterConfig, draw: Callable[[int], int]) -> AsgiApp:
     if config.keys_file is not None:
         door.take_keys(parse_keys(Path(config.keys_file).read_bytes()))
     names = PolicyName(config.prefill_policy), PolicyName(config.decode_policy)
+    recent = Recent()
+    tracing = open_tracing("baton-router", f"{draw(64):016x}", config.otlp_endpoint, config.trace_ratio)
     dispatch = Dispatch(
         road=_road(config, directory, upstream, metrics, draw),
         door=door,
         metrics=metrics,
+        recent=recent,
+        tracing=tracing,
         limits=config.limits,
         needs=needs_of(*names, tokens=config.poll_loads or config.local_prompt_tokens > 0),
     )
@@ -203,6 +235,9 @@ def build(config: RouterConfig, draw: Callable[[int], int]) -> AsgiApp:
         session=upstream,
         metrics=metrics,
         watches=[door.watch, *_followed(config, directory, upstream)],
+        recent=recent,
+        door=door,
+        tracing=tracing,
     )
     return _front(dispatch, _control_app(control))
 
@@ -265,6 +300,7 @@ def _road(
         is_degrading=config.degrade,
         local_prompt_tokens=config.local_prompt_tokens,
         worker_key=config.worker_key,
+        registry_token=read_token(config.registry_token_file),
     )
     policies = Policies(
         prefill=make_policy(PolicyName(config.prefill_policy)),

@@ -12,6 +12,7 @@ from baton_core.routing.pair import Pair
 from baton_core.routing.ranks import DpMode, ranks_told
 from baton_core.routing.rooms import ROOM_BITS, draw_room
 from baton_core.routing.workers import Target
+from baton_io.tracing import Span
 from baton_router.exchange import Fields, body_for_workers
 from baton_router.failures import Failure, FailureKind, leg_failure
 from baton_router.journal import TOKEN_IDS_HEADER
@@ -37,6 +38,7 @@ class RoadSettings:
     is_degrading: bool = False  # without a usable prefill worker decode serves alone
     local_prompt_tokens: int = 0  # prompts estimated below this stay on decode
     worker_key: str | None = None
+    registry_token: str | None = None
 
 
 class Calls:
@@ -51,8 +53,8 @@ class Calls:
         """A fresh room."""
         return draw_room(self._draw(ROOM_BITS))
 
-    def prepare(self, trip: Trip, fields: Fields, pair: Pair) -> Call:
-        """What that pair is asked. Mutates the trip: one more attempt, its pair and its room."""
+    def prepare(self, trip: Trip, fields: Fields, pair: Pair, span: Span | None = None) -> Call:
+        """What that pair is asked. Mutates the trip: one more attempt, its pair and its room. `span`: of the attempt."""
         exchange, settings = trip.exchange, self._settings
         trip.attempts += 1
         trip.pair = pair
@@ -72,7 +74,7 @@ class Calls:
             path=exchange.route,
             prefill_body=decode_body if same else body_for_workers(fields, bootstrap, prefill_ranks, continuation),
             decode_body=decode_body,
-            headers=self._headers(trip, fields),
+            headers=self._headers(trip, fields) | ({} if span is None else span.headers),
             wants_scores=continuation is None and trip.scores is None and asks_for_scores(exchange.route, fields),
             continues=continuation is not None,
         )
@@ -87,9 +89,11 @@ class Calls:
         if self._settings.registry is not None and worker.instance:
             told["instance"] = worker.instance
         url = f"http://{host}:{port}/register_dp_rank"
+        token = self._settings.registry_token
+        headers = JSON_HEADERS if token is None else JSON_HEADERS | {"authorization": f"Bearer {token}"}
         try:
             async with asyncio.timeout(REGISTER_MS / 1000):
-                answer = await self._upstream.post(url, msgspec.json.encode(told), JSON_HEADERS)
+                answer = await self._upstream.post(url, msgspec.json.encode(told), headers)
                 await read_all(answer, REGISTER_ANSWER_BYTES_MAX)
         except UpstreamError as error:
             return leg_failure(FailureKind.LOST, f"registering the rank at {url}: {error.text}", worker.url)

@@ -86,6 +86,13 @@ class RouterConfig:
     worker_silence_ms: int = option(
         10_000, "a worker that answers no probe and sends nothing for so long is lost to the requests it has"
     )
+    otlp_endpoint: str | None = option(
+        None, "URL of an OpenTelemetry collector (OTLP over HTTP), such as http://otel:4318; none: no traces"
+    )
+    trace_ratio: float = option(1.0, "share of requests traced that come without a traceparent of their own")
+    registry_token_file: str | None = option(
+        None, "file with the token that registries demand for writes; used with --dp-mode register"
+    )
     log_format: Literal["console", "json"] = option("console", "how log lines look")
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "least severe log lines shown")
     limits: Limits = field(default_factory=Limits)
@@ -101,6 +108,8 @@ class RouterConfig:
                 raise ValueError(f"{name} must be between 0 and {highest}, not {getattr(self, name)}")
         if self.admin_port is not None and not 0 < self.admin_port < 65_536:
             raise ValueError(f"admin_port must be a port number, not {self.admin_port}")
+        if not 0 <= self.trace_ratio <= 1:
+            raise ValueError(f"trace_ratio must be between 0 and 1, not {self.trace_ratio}")
         if self.registry_discovery and self.registry is None:
             raise ValueError("registry_discovery needs a registry")
         for name in ("prefill", "decode"):

@@ -12,6 +12,7 @@ import structlog
 from baton_core.errors import Reason, Verdict
 from baton_core.limits import Limits
 from baton_core.routing.pair import Pair
+from baton_io.tracing import TRACEPARENT, TRACESTATE, Span, Tracing
 from baton_router.door import Admitted, Door
 from baton_router.exchange import (
     ClientGone,
@@ -31,6 +32,7 @@ from baton_router.failures import CLIENT_GONE_STATUS, Failure, own_failure
 from baton_router.fanout import serve_parts
 from baton_router.metrics import RouterMetrics
 from baton_router.parts import split
+from baton_router.recent import Recent
 from baton_router.road import Road
 from baton_router.trip import Trip
 
@@ -40,12 +42,23 @@ log = structlog.get_logger()
 class Dispatch:
     """ASGI application of the generating routes."""
 
-    def __init__(self, *, road: Road, door: Door, metrics: RouterMetrics, limits: Limits, needs: Needs) -> None:
+    def __init__(
+        self,
+        *,
+        road: Road,
+        door: Door,
+        metrics: RouterMetrics,
+        recent: Recent,
+        limits: Limits,
+        needs: Needs,
+        tracing: Tracing | None = None,
+    ) -> None:
         self._road = road
         self._door = door
-        self._metrics = metrics
+        self._metrics, self._recent = metrics, recent
         self._limits = limits
         self._needs = needs
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -53,13 +66,17 @@ class Dispatch:
         began_s = asyncio.get_running_loop().time()
         exchange = Exchange(route=scope["path"], rid=request_id(headers), send=send)
         trip = Trip(exchange=exchange, began_s=began_s, deadline_s=began_s)
+        if self._tracing is not None:
+            trip.span = self._tracing.begin(f"router {exchange.route}", began_s, _caller(headers))
         self._metrics.inflight.inc()
+        self._recent.under_way += 1
         try:
             await self._bounded(trip, headers, receive)
         except ClientGone:
             exchange.status = exchange.status or CLIENT_GONE_STATUS
         finally:
             self._metrics.inflight.dec()
+            self._recent.under_way -= 1
             self._finished(trip)
 
     async def _bounded(self, trip: Trip, headers: dict[bytes, bytes], receive: Receive) -> None:
@@ -85,7 +102,10 @@ class Dispatch:
             body = await read_body(headers, receive, self._limits.body_bytes_max)
             async with ClientWatch(receive):
                 trip.exchange.stage = "waiting in the router's queue"
+                arrived_s = asyncio.get_running_loop().time()
                 await self._door.enter(guest)
+                if trip.span is not None:
+                    trip.span.note("queue", arrived_s, asyncio.get_running_loop().time())
                 return await self._serve(trip, headers, body, guest)
         finally:
             self._door.leave(guest)
@@ -109,6 +129,9 @@ class Dispatch:
         exchange, pair = trip.exchange, trip.pair
         took_s = asyncio.get_running_loop().time() - trip.began_s
         self._metrics.finished(exchange.route, exchange.status, took_s)
+        self._recent.finished(exchange, None if trip.first_byte_s is None else trip.first_byte_s - trip.began_s)
+        if trip.span is not None:
+            _end(trip.span, trip)
         log.info(
             "router.finished",
             rid=exchange.rid,
@@ -123,6 +146,26 @@ class Dispatch:
             ttft_ms=None if trip.first_byte_s is None else round((trip.first_byte_s - trip.began_s) * 1000, 1),
             failure=None if exchange.failure is None else exchange.failure.text,
         )
+
+
+def _caller(headers: dict[bytes, bytes]) -> dict[str, str]:
+    """Whose span ours is a child of."""
+    return {
+        name: headers[name.encode()].decode("latin-1") for name in (TRACEPARENT, TRACESTATE) if name.encode() in headers
+    }
+
+
+def _end(span: Span, trip: Trip) -> None:
+    exchange, ttft = trip.exchange, {}
+    if trip.first_byte_s is not None:
+        ttft = {"baton.ttft_ms": round((trip.first_byte_s - trip.began_s) * 1000, 1)}
+    told: dict[str, str | int | float] = {
+        "baton.rid": exchange.rid,
+        "http.response.status_code": exchange.status,
+        "baton.attempts": trip.attempts,
+        "baton.migrations": trip.migrations,
+    }
+    span.end(told | ttft, failure=None if exchange.failure is None else exchange.failure.text)
 
 
 def _prefill(pair: Pair | None) -> str | None:

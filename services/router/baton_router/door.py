@@ -98,6 +98,11 @@ class Door:
                 raise _refused(Rejection.QUOTA, text, wait_s)
         return Admitted(holder=holder, priority=priority, meter=meter)
 
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return self._queue.waiting
+
     async def enter(self, guest: Admitted) -> None:
         """Wait for a turn. Raises Refused when the queue is full, or gives the place to another, or takes too long."""
         entered = self._queue.enter(guest.holder.name, guest.priority)

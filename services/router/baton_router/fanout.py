@@ -90,6 +90,7 @@ def _trips(road: Road, trip: Trip, parts: Parts, sinks: list[_Sink], ask: Callab
             deadline_s=trip.deadline_s,
             ask=ask(body),
             first_room=room + number,
+            span=trip.span,
         )
         for number, (sink, body) in enumerate(zip(sinks, parts.bodies, strict=True))
     ]

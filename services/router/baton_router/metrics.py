@@ -1,10 +1,12 @@
 """The router's metrics. Every label is a bounded set; every closed set is present from the first scrape, at zero."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from baton_core.routing.workers import Role, Worker, WorkerState
@@ -13,6 +15,9 @@ from baton_router.failures import MOVABLE, RETRYABLE, FailureKind, Rejection
 STATUSES = frozenset({200, 400, 401, 403, 404, 409, 413, 415, 422, 429, 499, 500, 502, 503, 504})
 """Statuses with a series of their own; what else a worker may answer counts as `other`."""
 
+GENERATING_ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
+
+ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
@@ -65,6 +70,31 @@ class _Targets(Collector):
         return legs, inflight, load, breaker
 
 
+class Gaps(Collector):
+    """How long clients wait between two pieces of a stream. Counted by hand: it happens once a token."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(ITL_BUCKETS) + 1)
+        self._sum_s = 0.0
+
+    def since(self, before_s: float | None, now_s: float) -> float:
+        """A piece came, after one at `before_s`; the time of this one."""
+        if before_s is not None:
+            self._counts[bisect_left(ITL_BUCKETS, now_s - before_s)] += 1
+            self._sum_s += now_s - before_s
+        return now_s
+
+    def collect(self) -> Iterable[Metric]:
+        """The one histogram."""
+        bounds = [*map(str, ITL_BUCKETS), "+Inf"]
+        yield HistogramMetricFamily(
+            "baton_router_itl_seconds",
+            "Between two pieces of a stream",
+            buckets=list(zip(bounds, accumulate(self._counts), strict=True)),
+            sum_value=self._sum_s,
+        )
+
+
 class RouterMetrics:
     """One router's metrics, in a registry of their own."""
 
@@ -112,6 +142,8 @@ class RouterMetrics:
         self._workers = Gauge("baton_router_workers", "Workers known", ("role", "state"), registry=registry)
         self.inflight = Gauge("baton_router_inflight_requests", "Requests under way", registry=registry)
         self._children: dict[tuple[str, int], Counter] = {}
+        self.itl = Gaps()
+        registry.register(self.itl)
         self._show_closed_sets()
 
     def _show_closed_sets(self) -> None:
@@ -123,6 +155,10 @@ class RouterMetrics:
                 self._migrations.labels(kind.value)
         for rejection in Rejection:
             self._rejections.labels(rejection.value)
+        for route in GENERATING_ROUTES:
+            for status in sorted(STATUSES):
+                self._requests.labels(route, str(status))
+            self._requests.labels(route, "other")
         self.count_workers(())
 
     def finished(self, route: str, status: int, took_s: float) -> None:

@@ -17,6 +17,7 @@ from baton_core.errors import Reason, Verdict
 from baton_core.routing.breaker import RetryBudget
 from baton_core.routing.pair import Draws, NoPair, Pair, Policies
 from baton_core.routing.workers import Role
+from baton_io.tracing import Span
 from baton_router.calls import Calls, RoadSettings
 from baton_router.directory import Directory
 from baton_router.exchange import Fields
@@ -140,8 +141,21 @@ class Road:
     # -- one pair
 
     async def _attempt(self, trip: Trip, fields: Fields, pair: Pair) -> Failure | None:
-        """One pair, one room. On return nothing of a failed attempt is left open."""
-        call = self._calls.prepare(trip, fields, pair)
+        """One pair, one room, one span. On return nothing of a failed attempt is left open."""
+        if trip.span is None:
+            return await self._try(trip, fields, pair, None)
+        span = trip.span.child("attempt", {"baton.decode": pair.decode.key})
+        failure: Failure | None = None
+        try:
+            failure = await self._try(trip, fields, pair, span)
+        finally:
+            prefill = {} if pair.prefill is None else {"baton.prefill": pair.prefill.key}
+            told = {"baton.room": str(trip.room)} | prefill  # a text: rooms do not fit the numbers of JSON
+            span.end(told, failure=None if failure is None else failure.text)
+        return failure
+
+    async def _try(self, trip: Trip, fields: Fields, pair: Pair, span: Span | None) -> Failure | None:
+        call = self._calls.prepare(trip, fields, pair, span)
         unregistered = await self._calls.register(trip.room, pair)
         if unregistered is not None:
             return unregistered
@@ -195,8 +209,11 @@ class Road:
         assert trip.pair is not None
         if journal is not None:
             journal.resume()
+        gaps = self._metrics.itl if exchange.is_event_stream else None
         try:
             while chunk and not answer.is_over:
+                if gaps is not None:
+                    trip.heard_s = gaps.since(trip.heard_s, asyncio.get_running_loop().time())
                 await exchange.pass_on(chunk if journal is None else journal.take(chunk))
                 if journal is not None and journal.error is not None:
                     return _broke(trip.pair, *journal.error)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from baton_core.routing.pair import Pair
 from baton_core.routing.policies import Ask
+from baton_io.tracing import Span
 from baton_router.exchange import Exchange
 from baton_router.journal import Journal
 from baton_router.merging import Scores
@@ -19,9 +20,11 @@ class Trip:
     ask: Ask = field(default_factory=Ask)
     first_room: int = 0  # of the first attempt, where it is not to be drawn: one of a batch
     first_byte_s: float | None = None
+    heard_s: float | None = None  # when the last piece of a stream came
     room: int = 0
     pair: Pair | None = None
     attempts: int = 0
     migrations: int = 0  # those of the attempts that were to continue a stream
     journal: Journal | None = None  # of a stream that has begun and tells its tokens
+    span: Span | None = None  # of the whole request, where it is traced
     scores: Scores | None = None  # prefill's logprobs of the prompt, once they are here

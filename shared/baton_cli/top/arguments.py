@@ -12,10 +12,10 @@ def add_top(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         description="A live view of a stack from the /metrics of its router and workers: per worker and DP rank state, "
         "requests that run and wait, poll states, free pages, tokens a second, TTFT and time between tokens; then the "
         "stages of the handoff, and what was refused. Rates and percentiles are over the last --window-seconds. FREE and "
-        "PAGES are of the KV pool (q: pages in quarantine), STEP is the time of a step where a worker exports no gaps "
-        "between tokens, TICK how late the scheduler's loop was, B/W/T/S/F the poll states Bootstrapping, WaitingForInput, "
-        "Transferring, Success, Failed. A narrow terminal shows fewer columns. "
-        "Keys: q ends, space freezes.",
+        "PAGES are of the KV pool (q: pages in quarantine). ITL is the time between tokens, TPOT its mean over an answer, "
+        "STEP that of one forward, where a worker exports neither. TICK is how late the scheduler's loop was, B/W/T/S/F "
+        "are the poll states Bootstrapping, WaitingForInput, Transferring, Success, Failed. A narrow terminal shows fewer "
+        "columns. Keys: q ends, space freezes.",
         epilog="Examples: baton top; baton top --url http://router:8000 --interval 1; baton top --once | less",
         allow_abbrev=False,
     )

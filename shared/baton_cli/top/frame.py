@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from baton_cli.show import BOLD, DIM, GREEN, PLAIN, RED, YELLOW
-from baton_cli.top.view import POLLS, Row, Stage, Times, View
+from baton_cli.top.view import BETWEEN_TOKENS, POLLS, Row, Stage, Times, View
 
 DASH = "–"
 GAP = 2
@@ -122,7 +122,7 @@ class Column:
 
 def columns_of(view: View) -> tuple[Column, ...]:
     """In the order they are shown."""
-    gaps = "STEP" if view.gaps_are_steps else "ITL"
+    gaps = BETWEEN_TOKENS[view.between]
     return (
         Column("WORKER", 0, _name, to_left=True),
         Column("STATE", 1, _state, to_left=True),
@@ -131,7 +131,7 @@ def columns_of(view: View) -> tuple[Column, ...]:
         Column("TOK/S", 4, lambda row: (number(row.tokens_per_s), PLAIN)),
         Column("FREE", 5, _free),
         Column("TTFT 50/99", 6, lambda row: (times(row.ttft), PLAIN)),
-        Column(f"{gaps} 50/99", 7, lambda row: (times(row.between), PLAIN)),
+        Column(f"{gaps} 50/99", 7, lambda row: (times(row.between.get(view.between, Times())), PLAIN)),
         Column("TICK 99", 8, lambda row: (seconds(row.tick_p99_s), _late(row.tick_p99_s))),
         Column("HIT", 10, lambda row: (percent(row.hit_share), PLAIN)),
         Column("REJ", 9, lambda row: (number(row.rejected), YELLOW if row.rejected else PLAIN)),
@@ -229,6 +229,7 @@ def head_of(view: View, width: int, every_s: float | None) -> list[Line]:
         (f"{number(router.under_way)} under way", PLAIN),
         (f"{number(router.queued)} queued", YELLOW if router.queued else PLAIN),
         (f"TTFT {times(router.ttft)}", PLAIN),
+        (f"ITL {times(router.itl)}", PLAIN),
         (f"whole {times(router.whole)}", PLAIN),
         (router.usable, PLAIN),
         *counts,

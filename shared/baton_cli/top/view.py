@@ -15,8 +15,8 @@ STAGES = {
 }
 """In the order of a request's way; others follow."""
 POLLS = ("Bootstrapping", "WaitingForInput", "Transferring", "Success", "Failed")
-BETWEEN_TOKENS = ("inter_token_seconds", "itl_seconds")
-"""Names of the histogram of gaps between tokens; a worker that has none shows the time of its steps."""
+BETWEEN_TOKENS = {"itl_seconds": "ITL", "tpot_seconds": "TPOT", "step_seconds": "STEP"}
+"""Histograms that tell how fast tokens follow each other, the best first, and what the column is then called."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Row:
     quarantined: int = 0
     tokens_per_s: float | None = None
     ttft: Times = Times()
-    between: Times = Times()
+    between: Mapping[str, Times] = field(default_factory=dict)  # by the histogram's name
     tick_p99_s: float | None = None
     hit_share: float | None = None
     rejected: float | None = None
@@ -80,6 +80,7 @@ class RouterFigures:
     retries: float = 0.0
     broken: float = 0.0
     ttft: Times = Times()
+    itl: Times = Times()
     whole: Times = Times()
 
 
@@ -94,7 +95,7 @@ class View:
     stages: tuple[Stage, ...]
     rejections: Mapping[str, float]
     failures: Mapping[str, float]
-    gaps_are_steps: bool = True
+    between: str = "step_seconds"  # of BETWEEN_TOKENS, what is shown
     history: Sequence[float] = field(default_factory=tuple)  # decode's tokens a second, oldest first
 
 
@@ -143,20 +144,11 @@ def _row(known: Known, name: str, rank: str, window: Window, **labels: str) -> R
         quarantined=int(now.total(f"{prefix}quarantined_pages", **labels) or 0),
         tokens_per_s=window.rate(f"{prefix}step_tokens_total", **labels),
         ttft=Times.of(window.histogram(f"{prefix}first_token_seconds", **labels)),
-        between=Times.of(_between(window, prefix, labels)[0]),
+        between={name: Times.of(window.histogram(prefix + name, **labels)) for name in BETWEEN_TOKENS},
         tick_p99_s=window.histogram(f"{prefix}control_tick_lag_seconds", **labels).quantile(0.99),
         hit_share=hit / asked if asked and hit is not None else None,
         rejected=window.increase(f"{prefix}admission_rejections_total", **labels),
     )
-
-
-def _between(window: Window, prefix: str, labels: Mapping[str, str]) -> tuple[Histogram, bool]:
-    """Gaps between tokens, and whether they are only the times of steps."""
-    for name in BETWEEN_TOKENS:
-        found = window.histogram(prefix + name, **labels)
-        if found.bounds:
-            return found, False
-    return window.histogram(f"{prefix}step_seconds", **labels), True
 
 
 def stages_of(workers: Sequence[Known]) -> list[Stage]:
@@ -213,6 +205,7 @@ def router_figures(url: str, window: Window | None, fault: str, info: Mapping[st
         retries=window.increase(f"{prefix}retries_total") or 0.0,
         broken=window.increase(f"{prefix}broken_streams_total") or 0.0,
         ttft=Times.of(window.histogram(f"{prefix}ttft_seconds")),
+        itl=Times.of(window.histogram(f"{prefix}itl_seconds")),
         whole=Times.of(window.histogram(f"{prefix}request_seconds")),
     )
 
@@ -229,7 +222,8 @@ def view_of(
     windows = [one.window for one in workers if one.window is not None]
     longest = max((window.seconds for window in windows), default=0.0)
     ordered = sorted(workers, key=lambda one: (one.role != "prefill", one.role, one.url))
-    exact = [one for one in workers if one.window and not _between(one.window, f"baton_{one.role}_", {})[1]]
+    decodes = [one.window for one in workers if one.role == "decode" and one.window is not None]
+    best = [name for name in BETWEEN_TOKENS if any(w.histogram(f"baton_decode_{name}").bounds for w in decodes)]
     return View(
         clock=clock,
         seconds=longest,
@@ -238,7 +232,7 @@ def view_of(
         stages=tuple(stages_of(workers)),
         rejections=counts_by_reason(workers, router_window, "admission_rejections"),
         failures=counts_by_reason(workers, None, "failures"),
-        gaps_are_steps=not exact,
+        between=best[0] if best else "step_seconds",
         history=tuple(history),
     )
 

@@ -4,7 +4,8 @@ All stand in one line: greatest priority first, then who was retracted, then by 
 request passes a giant that does not fit; but only so many pass it. Then nobody does, pages gather, and it is next.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from heapq import nsmallest
 from itertools import islice
 
 from baton_core.decode.memory import DecodeMemory
@@ -45,7 +46,7 @@ class PageLine:
             self._pass()
 
     def _pass(self) -> None:
-        spare: int | None = None
+        spare = least_priority = None
         passed: list[Handoff] = []
         for req in self._waiting():
             if not self._may(req):
@@ -59,7 +60,10 @@ class PageLine:
                 for one in passed:
                     one.overtaken += 1
                 continue
-            self._memory.make_way(req, wants - spare, self._batch.between_steps())
+            if least_priority is None:
+                least_priority = min((one.request.priority for one in self._batch.between_steps()), default=0)
+            if req.request.priority > least_priority:
+                self._memory.make_way(req, wants - spare, self._batch.between_steps())
             passed.append(req)
             if req.overtaken >= self._ledger.limits.overtakings_max:
                 break
@@ -75,8 +79,12 @@ class PageLine:
     def _waiting(self) -> list[Handoff]:
         accepted = (req for req in self._prealloc.queue.values() if req.phase is Phase.PREALLOC)
         local = (req for req in self._batch.local.values() if req.phase is Phase.LOCAL)
-        line = [*self._memory.retracted.values(), *islice(accepted, _LOOK_AT), *islice(local, _LOOK_AT)]
+        line = [*self._memory.retracted.values(), *self._first(accepted), *self._first(local)]
         return sorted(line, key=_place)
+
+    def _first(self, waiting: Iterable[Handoff]) -> Iterable[Handoff]:
+        """Those of a queue that may be next; it stands in order of arrival."""
+        return nsmallest(_LOOK_AT, waiting, key=_place) if self._ledger.prioritised else islice(waiting, _LOOK_AT)
 
     def _may(self, req: Handoff) -> bool:
         """Whether it waits for nothing but pages."""

@@ -48,14 +48,12 @@ class DecodeMemory:
     def pages_expected(self, req: Handoff) -> int:
         """Pages that admission counts on for the whole of this request.
 
-        At least one page more than it has come to; and all that it may ever need, once a bet on it was lost: it is not
-        admitted to be retracted again.
+        At least one page more than it has come to; and each bet on it that was lost doubles that, so that nobody is
+        retracted many times.
         """
         most, prompt = self.tokens_most(req), len(req.request.prompt)
-        if req.retractions:
-            return pages_for(most, self._page_tokens)
-        expected = prompt + self.share.expected(most - prompt)
-        return pages_for(min(most, max(expected, req.known + self._page_tokens)), self._page_tokens)
+        least = (len(req.outputs) + self._page_tokens) << req.retractions
+        return pages_for(min(most, prompt + max(self.share.expected(most - prompt), least)), self._page_tokens)
 
     # -- growth
 

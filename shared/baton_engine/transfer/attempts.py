@@ -6,8 +6,10 @@ of them have, and its pages are free when it is revoked and no flow touches them
 """
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from baton_core.agreement import KVPoll, Observation, merge_status
 from baton_core.errors import Reason
@@ -15,8 +17,12 @@ from baton_core.kv_layout import Plan
 from baton_core.ranks import Member, unit_of
 from baton_core.request import Incarnation, PageId, Room
 from baton_engine.transfer.protocol import Poke
+from baton_engine.transfer.tally import Tally
 
 Key = tuple[Room, int]
+
+GIVEN_UP_GRACE_S = 0.3
+"""As long as a word about a failure may take on a loaded machine (the table of times)."""
 
 
 def sibling(name: Incarnation, member: Member) -> Incarnation:
@@ -36,14 +42,32 @@ class Flow:
     moved_bytes: int = 0
     row_moved: bool = False
     busy: int = 0  # threads that touch its pages right now
+    busy_since_s: float = 0.0  # of a monotonic clock
+    busy_s: float = 0.0  # so long in all, up to then
+    way: str = "none"  # by which it is carried
     carrier: object | None = None  # the stream that carries it
     halt: Callable[[], None] | None = None  # asks whoever touches the pages to stop
     cut: Callable[[], None] | None = None  # cuts them off, where that can be done
+    must_verify: bool = False
+    checksum: int | None = None  # what the writer says, once it has said so
+    verified: bool = False
+    digest: blake2b | None = None  # on prefill, of the bytes so far
+    digested_bytes: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether everything owed is there."""
+        return self.moved_bytes >= self.owed_bytes and (self.row_moved or not self.carries_row)
+
+    @property
+    def wants_check(self) -> bool:
+        """Whether it counts only when its checksum is right."""
+        return self.must_verify or self.checksum is not None
 
     @property
     def complete(self) -> bool:
-        """Whether everything owed is there."""
-        return self.moved_bytes >= self.owed_bytes and (self.row_moved or not self.carries_row)
+        """Whether everything owed is there, and is what was sent."""
+        return self.is_whole and (self.verified or not self.wants_check)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -60,11 +84,14 @@ class Attempt:
     revoked: bool = False
     reason: Reason | None = None
     text: str = ""
+    given_up: tuple[float, str] | None = None  # by the other side: its word is awaited until then; else say this
 
-    def add_flow(self, peer: Incarnation, plan: Plan, *, carries_row: bool) -> None:
+    def add_flow(self, peer: Incarnation, plan: Plan, *, carries_row: bool, must_verify: bool = False) -> None:
         """One more rank that writes or reads here."""
         owed_bytes = plan.owed_bytes(self.prompt_tokens)
-        self.flows[peer] = Flow(one=self, peer=peer, plan=plan, owed_bytes=owed_bytes, carries_row=carries_row)
+        self.flows[peer] = Flow(
+            one=self, peer=peer, plan=plan, owed_bytes=owed_bytes, carries_row=carries_row, must_verify=must_verify
+        )
 
     @property
     def is_idle(self) -> bool:
@@ -134,6 +161,7 @@ class AttemptTable:
         self._lock = threading.Lock()
         self._attempts: dict[Key, Attempt] = {}
         self._poke = poke
+        self._tally = Tally()
 
     def open(self, one: Attempt) -> None:
         """A new attempt; wipes what an older one of the same name left."""
@@ -150,6 +178,8 @@ class AttemptTable:
         """This end's view. An attempt that is not known is over: nothing touches its pages."""
         with self._lock:
             one = self._attempts.get((room, attempt))
+            if one is not None and one.given_up is not None and time.monotonic() >= one.given_up[0]:
+                self._fail(one, Reason.TRANSFER_FAILED, one.given_up[1])
             if one is None:
                 return Observation(poll=KVPoll.Failed, writers_stopped=True, reason=Reason.TRANSFER_FAILED)
             return Observation(
@@ -169,8 +199,13 @@ class AttemptTable:
     def moved(self, flow: Flow, moved_bytes: int, *, row: bool = False) -> None:
         """So many bytes of a flow are there by now, and perhaps its row."""
         with self._lock:
+            was_whole = flow.is_whole
+            self._tally.moved(flow.way, max(0, moved_bytes - flow.moved_bytes))
             flow.moved_bytes = max(flow.moved_bytes, moved_bytes)
             flow.row_moved = flow.row_moved or row
+            if flow.is_whole and not was_whole:
+                busy_s = flow.busy_s + (time.perf_counter() - flow.busy_since_s if flow.busy else 0.0)
+                self._tally.finished(flow.way, flow.moved_bytes, busy_s)
             flow.one.progress = max(flow.one.progress, flow.one.pages_moved())
             self._advance(flow.one, KVPoll.Transferring)
         self._poke()
@@ -183,9 +218,23 @@ class AttemptTable:
     def fail(self, one: Attempt, reason: Reason, text: str) -> None:
         """The attempt cannot succeed any more; the first reason stays. Success stays success."""
         with self._lock:
-            if one.status in (KVPoll.Failed, KVPoll.Success):
-                return
-            one.status, one.reason, one.text = KVPoll.Failed, reason, text
+            self._fail(one, reason, text)
+        self._poke()
+
+    def _fail(self, one: Attempt, reason: Reason, text: str) -> None:
+        if one.status in (KVPoll.Failed, KVPoll.Success):
+            return
+        one.status, one.reason, one.text = KVPoll.Failed, reason, text
+        ways = [flow.way for flow in one.flows.values() if not flow.complete]
+        self._tally.failed(ways[0] if ways else "none", reason)
+
+    def given_up(self, one: Attempt, text: str) -> None:
+        """The other side will not go on, and says why over the link: the attempt fails for `text` only if that word does
+        not come soon. Without the grace whichever is faster would be the reason that the client hears.
+        """
+        with self._lock:
+            if one.given_up is None:
+                one.given_up = (time.monotonic() + GIVEN_UP_GRACE_S, text)
         self._poke()
 
     def carrier_lost(self, carrier: object, text: str) -> None:
@@ -210,17 +259,21 @@ class AttemptTable:
         *,
         halt: Callable[[], None] | None = None,
         cut: Callable[[], None] | None = None,
+        way: str | None = None,
     ) -> bool:
         """Somebody is about to touch the flow's pages for `carrier`; False if they may not.
 
-        `halt` asks them to stop when the attempt is revoked; `cut` ends it by force.
+        `halt` asks them to stop when the attempt is revoked; `cut` ends it by force. `way`: by which they came.
         """
         with self._lock:
             if flow.one.is_given_up:
                 return False
+            if not flow.busy:
+                flow.busy_since_s = time.perf_counter()
             flow.busy += 1
             # Two may be at work: one receives, one scatters what came before.
             flow.carrier, flow.halt, flow.cut = carrier, halt or flow.halt, cut or flow.cut
+            flow.way = way or flow.way
             return True
 
     def leave(self, flow: Flow) -> None:
@@ -228,6 +281,7 @@ class AttemptTable:
         with self._lock:
             flow.busy -= 1
             if flow.busy == 0:
+                flow.busy_s += time.perf_counter() - flow.busy_since_s
                 flow.halt = flow.cut = None
         self._poke()
 
@@ -256,6 +310,11 @@ class AttemptTable:
         """Drop the attempt."""
         with self._lock:
             self._attempts.pop((room, attempt), None)
+
+    def tally(self) -> tuple[dict[str, float], dict[str, list[float]]]:
+        """Counters, and new samples of histograms, by metric key."""
+        with self._lock:
+            return self._tally.counters(), self._tally.samples()
 
     def __len__(self) -> int:
         return len(self._attempts)
@@ -295,6 +354,10 @@ class TableEnd:
     def forget(self, room: Room, attempt: int) -> None:
         """Drop the attempt."""
         self._table.forget(room, attempt)
+
+    def tally(self) -> tuple[dict[str, float], dict[str, list[float]]]:
+        """What all transfers have come to."""
+        return self._table.tally()
 
     def peer_gone(self, peer: Incarnation) -> None:
         """What this rank of the other unit feeds, or reads, fails."""

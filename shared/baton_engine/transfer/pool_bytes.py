@@ -48,7 +48,7 @@ class PoolTarget:
     """Where bytes of stripes are written in this rank's own pool."""
 
     def __init__(self, pool: KVPool) -> None:
-        self._memory = pool.memory
+        self.memory = pool.memory
         self._page_bytes = pool.page_bytes
         self._bytes = _host_bytes(pool)
 
@@ -60,11 +60,11 @@ class PoolTarget:
             return
         # Row by row: between them lie other ranks' bytes, which must not be written, not even unchanged.
         for row in range(count):
-            self._memory.target(page, offset + row * step, nbytes)[:] = rows[row].data
+            self.memory.target(page, offset + row * step, nbytes)[:] = rows[row].data
 
     def landed(self, page: PageId) -> None:
         """What was written of the page is visible to the model."""
-        self._memory.landed(page)
+        self.memory.landed(page)
 
 
 def _host_bytes(pool: KVPool) -> Bytes | None:

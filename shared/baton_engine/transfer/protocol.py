@@ -44,6 +44,10 @@ class Attempts(Protocol):
         """Keep nothing about this rank of another unit: its connections are closed, attempts that need it fail."""
         ...
 
+    def tally(self) -> tuple[dict[str, float], dict[str, list[float]]]:
+        """What all transfers have come to: counters, and samples since the last call, by metric key."""
+        ...
+
     def close(self) -> None:
         """Stop all threads and close all sockets."""
         ...

@@ -33,9 +33,17 @@ class PageReceiver(TableEnd):
     """Takes in the pages of this rank: rank `member` of a unit laid out as `layout`."""
 
     def __init__(
-        self, table: AttemptTable, layout: UnitLayout, member: Member, rows: RowMemory, doors: Sequence[Door]
+        self,
+        table: AttemptTable,
+        layout: UnitLayout,
+        member: Member,
+        rows: RowMemory,
+        doors: Sequence[Door],
+        *,
+        checksum: bool = False,
     ) -> None:
         super().__init__(table)
+        self._must_verify = checksum
         self._layout, self._member, self._rows, self.doors = layout, member, rows, tuple(doors)
         self.staging: Staging | None = next((door.staging for door in doors if door.staging is not None), None)
         addresses = {door.name: door.address for door in doors}
@@ -67,7 +75,10 @@ class PageReceiver(TableEnd):
         speaker = row_writer(source, self._layout, self._member)
         for writer in writers(source, self._layout, self._member):
             one.add_flow(
-                sibling(peer, writer), plan(source, writer, self._layout, self._member), carries_row=writer == speaker
+                sibling(peer, writer),
+                plan(source, writer, self._layout, self._member),
+                carries_row=writer == speaker,
+                must_verify=self._must_verify,
             )
         self._table.open(one)
 

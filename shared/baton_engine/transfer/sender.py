@@ -266,6 +266,7 @@ class PageSender(TableEnd):
             self._chosen[flow.peer] = ordered.way.name
             log.info("transfer.chosen", peer=flow.peer, backend=ordered.way.name, reason=reason)
         self._orders[(one.room, one.attempt)][flow.peer] = ordered
+        flow.way = ordered.way.name
         self._wait_for_input(one)
         ordered.way.prepare(flow, ordered.target)
 

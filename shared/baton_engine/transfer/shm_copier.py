@@ -23,6 +23,7 @@ from baton_core.messages import ROOM_WORD, ROW_BYTES
 from baton_core.request import PageId
 from baton_engine.sealed_memory import SealedWindow
 from baton_engine.transfer.attempts import AttemptTable, Flow
+from baton_engine.transfer.checksum import Checksums
 from baton_engine.transfer.pool_bytes import BATCH_BYTES, Bytes, PoolSource, rows_of
 from baton_engine.transfer.shm_wire import FRAME, SERIAL_MAX, Frame, Kind, Welcome, WireError, order_digest
 from baton_engine.transfer.ways import Job
@@ -107,7 +108,9 @@ class Copier:
         table: AttemptTable,
         carrier: object,
         halted: Callable[[], bool],
+        sums: Checksums | None = None,
     ) -> None:
+        self._sums = sums
         self._stream, self._memory, self._source = stream, memory, source
         self._table, self._carrier, self._halted = table, carrier, halted
         self._serials = itertools.count(1)
@@ -209,7 +212,7 @@ class Copier:
         if frame.kind is Kind.REFUSED:
             if writing is not None:
                 self._close(writing)
-                self._lose(writing, "decode refused the pages: it gave this attempt up")
+                self._table.given_up(writing.flow.one, "decode refused the pages: it gave this attempt up")
         elif writing is None:
             # Granted or revoked after we gave it up: decode still waits to hear that.
             self._send(Frame(kind=Kind.STOPPED, serial=frame.serial))
@@ -219,10 +222,7 @@ class Copier:
             writing.parked.clear()
         elif frame.kind is Kind.REVOKE:
             self._stop(writing)
-            self._lose(writing, "decode revoked the attempt")
-
-    def _lose(self, writing: _Writing, text: str) -> None:
-        self._table.fail(writing.flow.one, Reason.TRANSFER_FAILED, text)
+            self._table.given_up(writing.flow.one, "decode revoked the attempt")
 
     def _stop(self, writing: _Writing) -> None:
         self._close(writing)
@@ -246,6 +246,9 @@ class Copier:
             self._stop(writing)
             return
         try:
+            checksum = None if self._sums is None else self._sums.take_in(job)
+            if checksum is not None:
+                self._send(Frame(kind=Kind.CHECKSUM, serial=writing.serial, count=checksum))
             whole = self._copy_spans(writing, spans)
             if whole:
                 writing.written_bytes += sum(span[2] * span[3] for span in spans)

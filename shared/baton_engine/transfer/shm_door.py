@@ -24,6 +24,7 @@ from baton_core.errors import EngineError, Reason
 from baton_core.request import Incarnation
 from baton_engine.kv_pool import KVPool, RowMemory
 from baton_engine.transfer.attempts import AttemptTable, Flow, Incoming
+from baton_engine.transfer.checksum import verify
 from baton_engine.transfer.shm_wire import (
     FRAME,
     HELLO,
@@ -89,6 +90,7 @@ class ShmDoor:
             raise EngineError(f"shm needs a KV pool in host memory, not on {pool.device}: use --transfer tcp (or auto)")
         self._descriptors = (descriptor, rows.file_descriptor)
         self._welcome = Welcome(page_bytes=pool.page_bytes, pages=pool.pages, rows=rows.rows).pack()
+        self._memory = pool.memory
         self._rows = rows
         self._boot_id = own_boot_id()
         self._table = table
@@ -201,11 +203,12 @@ class ShmDoor:
         elif frame.kind is Kind.PROGRESS:
             self._count(grant.flow, frame.count)
             self._table.moved(grant.flow, min(frame.count, grant.flow.owed_bytes))
+        elif frame.kind is Kind.CHECKSUM:
+            grant.flow.checksum = frame.count
         elif frame.kind is Kind.FINISHED:
             self._finished(grant.flow, frame.count)
         elif frame.kind is Kind.STOPPED:
-            text = f"prefill rank {writer.name} stopped writing"
-            self._table.fail(grant.flow.one, Reason.TRANSFER_FAILED, text)
+            self._table.given_up(grant.flow.one, f"prefill rank {writer.name} stopped writing")
             self._table.leave(grant.flow)
 
     def _begin(self, writer: _Writer, frame: Frame) -> None:
@@ -214,7 +217,7 @@ class ShmDoor:
         granted = False
         if flow is not None and _may_write(flow, writer, frame):
             grant = _Grant(flow, writer, frame.serial)
-            granted = self._table.enter(flow, writer, halt=grant.ask_to_stop, cut=grant.ask_again)
+            granted = self._table.enter(flow, writer, halt=grant.ask_to_stop, cut=grant.ask_again, way=self.name)
             if granted:
                 writer.grants[frame.serial] = grant
         if not granted:
@@ -232,6 +235,7 @@ class ShmDoor:
         self._table.leave(flow)
         if written_bytes == flow.owed_bytes and row_is_there:
             self._table.moved(flow, written_bytes, row=flow.carries_row)
+            verify(self._table, self._memory, flow)
         else:
             text = f"{flow.peer} finished after {written_bytes} of {flow.owed_bytes} bytes, or without the row"
             self._table.fail(one, Reason.TRANSFER_FAILED, text)

@@ -15,6 +15,7 @@ from baton_core.errors import Reason
 from baton_core.request import Incarnation, PageId
 from baton_engine.kv_pool import KVPool
 from baton_engine.transfer.attempts import AttemptTable, Flow
+from baton_engine.transfer.checksum import Checksums
 from baton_engine.transfer.pool_bytes import PoolSource
 from baton_engine.transfer.protocol import Poke
 from baton_engine.transfer.shm_copier import Copier, DecodeMemory
@@ -30,9 +31,17 @@ class ShmWay:
     name = "shm"
 
     def __init__(
-        self, pool: KVPool, own: Incarnation, table: AttemptTable, poke: Poke, *, connect_timeout_ms: int
+        self,
+        pool: KVPool,
+        own: Incarnation,
+        table: AttemptTable,
+        poke: Poke,
+        *,
+        connect_timeout_ms: int,
+        checksum: bool = False,
     ) -> None:
         self._source = PoolSource(pool)
+        self._sums = Checksums(pool.memory) if checksum else None
         self._greeting = hello(own_boot_id(), own)
         self._connect_timeout_s = connect_timeout_ms / 1000
         self._poke = poke
@@ -50,7 +59,13 @@ class ShmWay:
         channel = self._channels.get(key)
         if channel is None or channel.reach is Reach.CLOSED:
             channel = ShmChannel(
-                address, self._greeting, self._source, self._table, self._poke, timeout_s=self._connect_timeout_s
+                address,
+                self._greeting,
+                self._source,
+                self._table,
+                self._poke,
+                timeout_s=self._connect_timeout_s,
+                sums=self._sums,
             )
             self._channels[key] = channel
         return channel
@@ -88,12 +103,20 @@ class ShmChannel:
     """The thread that serves one decode rank, seen from outside. Thread-safe. Once closed it stays closed."""
 
     def __init__(
-        self, path: str, greeting: bytes, source: PoolSource, table: AttemptTable, poke: Poke, *, timeout_s: float
+        self,
+        path: str,
+        greeting: bytes,
+        source: PoolSource,
+        table: AttemptTable,
+        poke: Poke,
+        *,
+        timeout_s: float,
+        sums: Checksums | None,
     ) -> None:
         self.reach = Reach.CONNECTING
         self.closed_by = ""
         self._path, self._greeting, self._timeout_s = path, greeting, timeout_s
-        self._source, self._table, self._poke = source, table, poke
+        self._source, self._table, self._poke, self._sums = source, table, poke, sums
         self._lock = threading.Lock()
         self._jobs: deque[Job] = deque()
         self._coming: deque[PageId] = deque()  # pages that will be written
@@ -158,7 +181,8 @@ class ShmChannel:
             with self._lock:
                 self.reach = Reach.OPEN
             self._poke()
-            self._serve(stream, Copier(stream, memory, self._source, self._table, self, lambda: self._closing))
+            copier = Copier(stream, memory, self._source, self._table, self, lambda: self._closing, self._sums)
+            self._serve(stream, copier)
             return "closed"
         except OSError as error:
             return f"decode ended the connection: {error}"

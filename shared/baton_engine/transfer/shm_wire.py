@@ -6,6 +6,7 @@
     BEGIN    serial, room, attempt, order digest  -------------------------->  may this writer still write?
              <------  GRANT serial, or REFUSED serial
     PROGRESS serial, bytes written  ---------------------------------------->
+    CHECKSUM serial, checksum of all this writer owes, where wanted  ------->
              <------  REVOKE serial: stop
     STOPPED  serial (this writing is over), or FINISHED serial, bytes (all this writer owes is written; the row,
              where it owes one, after the pages, and its room word last)  -->
@@ -55,6 +56,7 @@ class Kind(IntEnum):
     GRANT = 5
     REFUSED = 6
     REVOKE = 7
+    CHECKSUM = 8  # from prefill again
 
 
 class WireError(ConnectionError):
@@ -63,7 +65,7 @@ class WireError(ConnectionError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """One small message. `count` is bytes written (PROGRESS, FINISHED) or the digest of the order (BEGIN)."""
+    """One small message. `count` is bytes written (PROGRESS, FINISHED), a checksum, or the digest of the order (BEGIN)."""
 
     kind: Kind
     serial: int

@@ -16,6 +16,7 @@ import numpy as np
 
 from baton_core.request import Room
 from baton_engine.transfer.attempts import AttemptTable, Flow, Incoming, Key
+from baton_engine.transfer.checksum import verify
 from baton_engine.transfer.pool_bytes import Bytes, PoolSource, PoolTarget
 from baton_engine.transfer.protocol import Poke
 from baton_engine.transfer.ways import Job
@@ -152,6 +153,9 @@ class StagingRing:
             # Not after a fault: what is not scattered never counts as settled.
             self.memory.release(arrived.slot)
             self._settle((flow.one.room, flow.one.attempt))
+            if self.settled(flow.one.room, flow.one.attempt):
+                for each in flow.one.flows.values():
+                    verify(self._table, self._target.memory, each)
 
     def _next(self) -> _Arrived | None:
         with self._wake:

@@ -20,10 +20,12 @@ from baton_core.messages import ROW_BYTES
 from baton_core.request import Incarnation, Room
 from baton_engine.kv_pool import KVPool, RowMemory
 from baton_engine.transfer.attempts import AttemptTable, Flow, Incoming
+from baton_engine.transfer.checksum import verify
 from baton_engine.transfer.pool_bytes import PoolTarget
 from baton_engine.transfer.staging import StagingRing, scatter, staged_bytes
 from baton_engine.transfer.tcp_wire import (
     ANSWER,
+    CHECKSUM,
     FRAME,
     FRAME_BYTES_MAX,
     GREETING,
@@ -145,7 +147,11 @@ class TcpDoor:
         if flow is None or not self._take(stream, FrameKind(kind), flow, pieces, nbytes):
             send_all(stream, [ANSWER.pack(AnswerKind.REFUSED, attempt, room, 0)])
             return
-        answer = AnswerKind.DONE if flow.complete else AnswerKind.ACK
+        settled = self._ring is None or self._ring.settled(room, attempt)
+        if settled:
+            verify(self._table, self._memory, flow)
+        # What is not scattered yet is verified afterwards, and what it says then decode tells.
+        answer = AnswerKind.DONE if flow.complete or (flow.is_whole and not settled) else AnswerKind.ACK
         send_all(stream, [ANSWER.pack(answer, attempt, room, flow.moved_bytes)])
 
     def _flow(self, room: Room, attempt: int, writer: Incarnation) -> Flow | None:
@@ -161,12 +167,14 @@ class TcpDoor:
         assert isinstance(flow.one, Incoming)
         if kind is FrameKind.STAGED and not flow.one.is_given_up:
             return self._receive_staged(stream, flow, flow.one, pieces, nbytes)
-        if not self._table.enter(flow, stream, cut=partial(shut, stream)):
+        if not self._table.enter(flow, stream, cut=partial(shut, stream), way=self.name):
             self._throw_away(stream, nbytes)
             return False
         try:
             if kind is FrameKind.PAGES:
                 self._receive_pages(stream, flow, flow.one, pieces, nbytes)
+            elif kind is FrameKind.CHECKSUM:
+                self._receive_checksum(stream, flow, nbytes)
             else:
                 self._receive_row(stream, flow, flow.one, nbytes)
         finally:
@@ -183,7 +191,7 @@ class TcpDoor:
         if not nbytes or nbytes != staged_bytes(flow, ordinals, len(one.pages)):
             raise WireError(f"room {one.room}: source pages {ordinals} and {nbytes} bytes do not fit")
         self._require_owed(flow, nbytes)
-        flow.carrier = stream
+        flow.carrier, flow.way = stream, self.name
         slot = None if self._ring is None else self._ring.memory.reserve(nbytes)
         if self._ring is not None and slot is not None:
             try:
@@ -232,6 +240,11 @@ class TcpDoor:
             self._memory.landed(page)
         self.bytes_received += nbytes
         self._table.moved(flow, flow.moved_bytes + nbytes)
+
+    def _receive_checksum(self, stream: socket.socket, flow: Flow, nbytes: int) -> None:
+        if nbytes != CHECKSUM.size or flow.checksum is not None or flow.is_whole:
+            raise WireError(f"room {flow.one.room}: a checksum of {nbytes} bytes from {flow.peer}, again or too late")
+        (flow.checksum,) = CHECKSUM.unpack(receive_exactly(stream, nbytes))
 
     def _receive_row(self, stream: socket.socket, flow: Flow, one: Incoming, nbytes: int) -> None:
         if nbytes != ROW_BYTES or not flow.carries_row:

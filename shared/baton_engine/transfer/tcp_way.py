@@ -18,10 +18,12 @@ from baton_core.kv_layout import Run
 from baton_core.request import Incarnation, PageId, Room
 from baton_engine.kv_pool import KVPool, PageMemory
 from baton_engine.transfer.attempts import AttemptTable, Flow
+from baton_engine.transfer.checksum import Checksums
 from baton_engine.transfer.pool_bytes import Bytes, PoolSource
 from baton_engine.transfer.staging import gather
 from baton_engine.transfer.tcp_wire import (
     ANSWER,
+    CHECKSUM,
     FRAME,
     FRAME_BYTES_MAX,
     GREETING,
@@ -45,9 +47,17 @@ class TcpWay:
     name = "tcp"
 
     def __init__(
-        self, pool: KVPool, own: Incarnation, table: AttemptTable, *, connect_timeout_ms: int, staged: bool = False
+        self,
+        pool: KVPool,
+        own: Incarnation,
+        table: AttemptTable,
+        *,
+        connect_timeout_ms: int,
+        staged: bool = False,
+        checksum: bool = False,
     ) -> None:
         self._memory = pool.memory
+        self._sums = Checksums(pool.memory) if checksum else None
         self._staged = PoolSource(pool) if staged else None
         self._own = own
         self._table = table
@@ -70,7 +80,9 @@ class TcpWay:
         stream = self._streams.get(key)
         if stream is None or stream.dead:
             connect = _Connector(_endpoint(job.target.address), self._own, self._connect_timeout_s)
-            stream = self._streams[key] = _Stream(job.flow.peer, connect, self._table, self._memory, self._staged)
+            stream = self._streams[key] = _Stream(
+                job.flow.peer, connect, self._table, self._memory, self._staged, self._sums
+            )
         stream.put(job)
 
     def nudge(self, flow: Flow, target: Target) -> None:
@@ -122,6 +134,7 @@ class _Stream:
         table: AttemptTable,
         memory: PageMemory,
         staged: PoolSource | None,
+        sums: Checksums | None,
     ) -> None:
         self.dead = False
         self._died_of = ""
@@ -130,6 +143,7 @@ class _Stream:
         self._table = table
         self._memory = memory
         self._staged = staged
+        self._sums = sums
         self._buffer: Bytes = np.empty(0, dtype=np.uint8)  # of the sending thread
         self._jobs: deque[Job] = deque()
         self._wake = threading.Condition()
@@ -165,6 +179,8 @@ class _Stream:
         threading.Thread(target=self._listen, args=(stream,), name="kv-acks", daemon=True).start()
         try:
             while (job := self._next()) is not None:
+                if self._sums is not None:
+                    self._send_checksum(stream, self._sums, job)
                 source = None if job.flow.plan.is_one_run else self._staged  # else there is nothing to gather
                 if source is not None:
                     self._send_staged(stream, source, job)
@@ -191,6 +207,18 @@ class _Stream:
         finally:
             self._table.leave(job.flow)
         return True
+
+    def _send_checksum(self, stream: socket.socket, sums: Checksums, job: Job) -> None:
+        """Nothing of an attempt that is given up: none of its frames will be sent."""
+        if not self._table.enter(job.flow, self):
+            return
+        try:
+            checksum = sums.take_in(job)
+        finally:
+            self._table.leave(job.flow)
+        if checksum is not None:
+            head = FRAME.pack(FrameKind.CHECKSUM, 0, job.push.attempt, job.push.room, CHECKSUM.size)
+            send_all(stream, [head + CHECKSUM.pack(checksum)])
 
     def _send_staged(self, stream: socket.socket, source: PoolSource, job: Job) -> None:
         """Frame by frame: gather, and write at once. The pages are read only while they are gathered."""
@@ -227,7 +255,7 @@ class _Stream:
         if one is None or flow is None:
             return
         if kind == AnswerKind.REFUSED:
-            self._table.fail(one, Reason.TRANSFER_FAILED, "decode refused the pages: it gave this attempt up")
+            self._table.given_up(one, "decode refused the pages: it gave this attempt up")
         else:
             self._table.moved(flow, landed_bytes, row=kind == AnswerKind.DONE)
 

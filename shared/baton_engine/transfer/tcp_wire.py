@@ -4,6 +4,7 @@
     GREETING magic, version, name of the rank  ------------------------>
     PAGES    room, attempt, pieces (ordinal, offset, bytes) + payload -->  checked, then received straight into the pool
     STAGED   room, attempt, source pages (first, count) + payload ----->  the same bytes in one piece; see `staging`
+    CHECKSUM room, attempt + checksum of all this rank owes           -->  ahead of the last of it, where wanted
     ROW      room, attempt + row                                      -->  written, room word last
              <-----------------------------  ACK room, attempt, bytes of pages landed from this rank
              <-----------------------------  DONE the same: this rank owes nothing more
@@ -24,6 +25,7 @@ VERSION = 2
 GREETING = struct.Struct("<4sHH")  # magic, version, length of the name that follows
 FRAME = struct.Struct("<BxHIQQ")  # kind, pieces, attempt, room, payload bytes
 PIECE = struct.Struct("<III")  # page ordinal, offset in the page, bytes
+CHECKSUM = struct.Struct("<Q")
 ANSWER = struct.Struct("<BxxxIQQ")  # kind, attempt, room, bytes landed
 
 PIECES_MAX = 512  # below IOV_MAX (1,024), with room for the header
@@ -37,6 +39,7 @@ class FrameKind(IntEnum):
     PAGES = 1
     ROW = 2
     STAGED = 3
+    CHECKSUM = 4
 
 
 class AnswerKind(IntEnum):

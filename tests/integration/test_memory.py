@@ -1,0 +1,91 @@
+"""A decode pool for two of eight long requests: the answers are what they would have been with room for all of them.
+
+Decode bets on short answers, is wrong each time, and must retract; the KV cache waits on the host, or is computed anew.
+"""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from integration.stack import REQUEST_S, gold
+from integration.workers import Worker, answer_of, flags_of, stop_all
+
+MODEL = "smollm2-135m-instruct"
+BETS = {"answer_share_start_percent": 1, "answer_share_floor_percent": 1}
+POOL = {"page_tokens": 4, "kv_tokens": 192}
+"""Two of the longest requests, of 64 + 32 tokens."""
+COUNT = 32
+LAYOUTS: dict[str, dict[str, object]] = {"TP1": {}, "TP3": {"tp": 3}, "PP2": {"pp": 2}}
+
+
+def prompts() -> list[tuple[list[int], list[int]]]:
+    """Eight of 17 to 64 tokens, with the answers of Transformers."""
+    fitting = [one for one in gold() if 17 <= len(one["input_ids"]) <= 64 and len(one["output_ids"]) == COUNT]
+    assert len(fitting) >= 8
+    return [(one["input_ids"], one["output_ids"]) for one in fitting[:8]]
+
+
+@pytest.fixture(scope="module")
+def prefill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    worker = Worker("prefill", tmp_path_factory.mktemp("prefill"), "prefill", **flags_of({}, MODEL))
+    worker.wait()
+    yield worker
+    worker.stop()
+
+
+@pytest.fixture(params=[(layout, pages) for layout in LAYOUTS for pages in (512, 0)], ids=str)
+def decode(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Worker]:
+    layout, backup_pages = request.param
+    flags = flags_of(LAYOUTS[layout], MODEL, backup_pages=backup_pages, **POOL, **BETS)
+    worker = Worker("decode", tmp_path, "decode", **flags)
+    worker.wait()
+    yield worker
+    stop_all([worker])
+
+
+def told(worker: Worker, kind: str) -> dict[str, float]:
+    """The gauges, or the counters, of the worker's leading rank."""
+    answer = httpx.get(f"{worker.url}/debug/snapshot", timeout=REQUEST_S).json()
+    found: dict[str, float] = answer["ranks"][0][kind]
+    return found
+
+
+async def alone(worker: Worker, input_ids: Sequence[int], **more: Any) -> httpx.Response:
+    """Decode computes this prompt itself."""
+    sampling = {"temperature": 0, "max_new_tokens": COUNT, "ignore_eos": True, **more}
+    async with httpx.AsyncClient(timeout=REQUEST_S) as client:
+        body = {"input_ids": list(input_ids), "sampling_params": sampling}
+        return await client.post(f"{worker.url}/generate", json=body)
+
+
+async def test_retracted_answers_are_the_uninterrupted_ones(prefill: Worker, decode: Worker) -> None:
+    both, lone = prompts(), prompts()[::3]
+    legs = [answer_of(prefill, decode, prompt, COUNT) for prompt, _ in both]
+    answers, alones = await asyncio.gather(
+        asyncio.gather(*legs), asyncio.gather(*(alone(decode, prompt) for prompt, _ in lone))
+    )
+    seconds = [second for _, second in answers]
+    for (_, wanted), answer in zip([*both, *lone], [*seconds, *alones], strict=True):
+        assert answer.status_code == 200, f"{answer.text}\n{decode.text()}"
+        assert answer.json()["output_ids"] == wanted
+    gauges, counters = told(decode, "gauges"), told(decode, "counters")
+    backups = counters["retractions_total{way=backup}"]
+    assert backups + counters["retractions_total{way=recompute}"] >= 2
+    assert (backups > 0) == (gauges["backup_pages"] > 0)
+    assert gauges["pages_free"] == gauges["pages"]
+    assert gauges["backup_pages_free"] == gauges["backup_pages"]
+
+
+async def test_sampled_answers_are_the_same_with_and_without_company(decode: Worker) -> None:
+    chosen = [prompt for prompt, _ in prompts()]
+    sampled = {"temperature": 1.0, "top_p": 0.9}
+    quiet = [(await alone(decode, one, **sampled, sampling_seed=seed)).json() for seed, one in enumerate(chosen)]
+    together = await asyncio.gather(
+        *(alone(decode, one, **sampled, sampling_seed=seed) for seed, one in enumerate(chosen))
+    )
+    assert [one.json()["output_ids"] for one in together] == [one["output_ids"] for one in quiet]
+    assert sum(told(decode, "counters")[f"retractions_total{{way={way}}}"] for way in ("backup", "recompute")) >= 1
