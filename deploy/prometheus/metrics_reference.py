@@ -157,8 +157,8 @@ ENTRIES: tuple[Entry, ...] = (
     _of("workers", "transfer_seconds", "histogram", "way dp_rank", "For each share (what one rank owes another) that was "
         "finished: how long its pages were being read (prefill) or written (decode), pauses between chunks left out. Over "
         "`shm` decode's time lasts from the grant to the last byte, pauses included."),
-    _of("workers", "transfer_gigabytes_per_second", "histogram", "way dp_rank", "Speed of each finished share: its bytes by "
-        "its `transfer_seconds`.", "GB/s"),
+    _of("workers", "transfer_bytes_per_second", "histogram", "way dp_rank", "Speed of each finished share: its bytes by "
+        "its `transfer_seconds`.", "bytes/s"),
     _of("workers", "transfer_failures_total", "counter", "reason way dp_rank", "Transfers that failed at this end, by "
         "reason and way; `none`: before one was chosen.", "transfers"),
     # -- workers: speed

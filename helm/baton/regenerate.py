@@ -27,6 +27,7 @@ OWN = {
     *("keys_file", "worker_key", "workers_file", "docker_socket", "kubernetes_api", "kubernetes_namespace"),
     *("kubernetes_selector", "kubernetes_role_label", "kubernetes_credentials"),
     *("nnodes", "node_rank", "dist_init_addr"),
+    *("otlp_endpoint", "trace_ratio", "registry_token_file", "redis", "redis_password_file"),
     *("model", "served_model_name", "dtype", "device", "transfer", "kv_tokens", "log_format", "drain_ms", "start_ms"),
 }
 """Options that the chart sets from other values, or that make no sense in a pod."""
@@ -38,6 +39,7 @@ FREE = {"type": "object"}
 COUNT = {"type": "integer", "minimum": 0}
 PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
 POSITIVE = {"type": "integer", "minimum": 1}
+SECRET_KEY = {"type": "string", "pattern": "^[A-Za-z0-9._-]+$"}
 
 BY_KEY: dict[str, dict[str, Any]] = {
     "resources": {
@@ -49,7 +51,10 @@ BY_KEY: dict[str, dict[str, Any]] = {
         key: {"type": "object", "additionalProperties": TEXT} for key in ("nodeSelector", "podAnnotations", "podLabels")
     },
     **{key: {"type": "object", "additionalProperties": TEXT} for key in ("annotations", "labels")},
-    **{key: {"type": "array", "items": FREE} for key in ("tolerations", "extraEnv", "clients", "monitoring", "dns")},
+    **{
+        key: {"type": "array", "items": FREE}
+        for key in ("tolerations", "extraEnv", "clients", "monitoring", "dns", "to")
+    },
     "command": {"type": "array", "items": TEXT},
     **dict.fromkeys(
         (
@@ -98,7 +103,12 @@ BY_PATH: dict[str, dict[str, Any]] = {
         "properties": {"existingSecret": NAME, "key": {"type": "string", "pattern": "^[A-Za-z0-9._-]+$"}},
     },
     "router.replicas": POSITIVE,
-    "bootstrap.replicas": {"const": 1},
+    "bootstrap.replicas": POSITIVE,
+    "bootstrap.redis.key": SECRET_KEY,
+    "bootstrap.redis.url": {"type": "string", "pattern": '^((redis|rediss)://[^\\s"]+)?$'},
+    "registryToken.key": SECRET_KEY,
+    "observability.tracing.endpoint": {"type": "string", "pattern": '^(https?://[^\\s"]+)?$'},
+    "observability.tracing.ratio": {"type": "number", "minimum": 0, "maximum": 1},
 }
 
 

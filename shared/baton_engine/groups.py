@@ -142,6 +142,10 @@ class RankGroup:
                 f"group {self.name} of ranks {members}: {what}, operation {self._number}, failed on rank "
                 f"{self.ranks[self.rank]} after {took_ms} ms (limit {self._limit_ms} ms)"
             )
+            # Whoever waits for this rank must hear now that it gives up, or would miss the roll call: the connections close
+            # with the last thing that refers to them, frames of the error included.
+            self.close()
+            error.__traceback__ = None
             found = "" if self._roll is None else f": {self._roll.call()}"
             raise GroupLost(f"{text}{found}. {_first_line(error)}") from error
 

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import Store
 from baton_core.errors import EngineError
 from baton_core.limits import Millis
 
-ROLL_CALL_MS: Millis = 2_000
+ROLL_CALL_MS: Millis = 4_000
 """So long the others may take to say that they are there."""
 _GRACE_S = 2.0
 _NO_STORE = "the rendezvous does not answer, so its host, rank 0, is missing"

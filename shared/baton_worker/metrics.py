@@ -19,7 +19,7 @@ SERIES_MAX = 4_096
 UNLABELLED = ("admission_rejections_total",)
 
 SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 600.0)
-SPEED_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
+SPEED_BUCKETS = (1e7, 2.5e7, 5e7, 1e8, 2.5e8, 5e8, 1e9, 2.5e9, 5e9, 1e10, 2.5e10, 5e10, 1e11, 2.5e11)
 OTHER_BUCKETS = tuple(float(4**power) for power in range(16))
 
 ROUTES = ("generate", "completions", "chat")
@@ -45,7 +45,7 @@ HELP = {
     "tpot_seconds": "Mean time of an answer's tokens after the first.",
     "transfer_bytes_total": "Bytes of KV pages moved.",
     "transfer_seconds": "Time in which a finished share of a handoff had its pages touched.",
-    "transfer_gigabytes_per_second": "Speed of a finished share of a handoff.",
+    "transfer_bytes_per_second": "Speed of a finished share of a handoff.",
     "transfer_failures_total": "Transfers that failed, by reason and way.",
 }
 
@@ -192,7 +192,7 @@ class WorkerMetrics:
 
 
 def _buckets(name: str) -> tuple[float, ...]:
-    if name.endswith("_gigabytes_per_second"):
+    if name.endswith("_bytes_per_second"):
         return SPEED_BUCKETS
     return SECONDS_BUCKETS if name.endswith("_seconds") else OTHER_BUCKETS
 

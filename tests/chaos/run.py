@@ -1,6 +1,7 @@
 """Chaos on real processes: random kills, stops and restarts under load, then the checks GOLD and LEAK.
 
     python tests/chaos/run.py --minutes 2 --seed 1
+    python tests/chaos/run.py --prefill 2 --decode 2 --prefill-layout pp=2 --decode-layout tp=3 --cut-links
 
 Every fault heals (a killed process is started again with `baton restart`, a stopped one continues), so that at the end the
 stack must be whole: the greedy answer is what it always was, every page and row is free, and in between every request had
@@ -25,6 +26,9 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import links
+
+from integration.noise import listening_ports
 from integration.stack import START_S, Stack, ask_all, eventually, gold, greedy
 
 SETTINGS = ("prefill.kv_tokens=8192", "decode.kv_tokens=8192", "prefill.chunk_tokens=128")
@@ -86,8 +90,23 @@ def victims(stack: Stack) -> list[tuple[str, int, int]]:
     return found
 
 
-async def hurt(stack: Stack, draw: random.Random, say: Any) -> None:
+def kv_and_control_ports(stack: Stack, draw: random.Random) -> tuple[str, list[int]]:
+    """One worker, and the ports of its ranks: what peers reach it by, and the router does not."""
+    entry = draw.choice([one for one in stack.state if one.get("ranks")])
+    ports = set().union(*(listening_ports(rank["pid"]) for rank in entry["ranks"]))
+    return f"{entry['role']} {entry['index']}", sorted(ports)
+
+
+async def hurt(stack: Stack, draw: random.Random, say: Any, *, cut_links: bool) -> None:
     """One fault, and its healing."""
+    if cut_links and draw.random() < 0.3:
+        name, ports = kv_and_control_ports(stack, draw)
+        seconds = draw.uniform(*STOP_S)
+        say(f"cut the links of {name} (ports {ports}) for {seconds:.1f} s")
+        links.cut(ports)
+        await asyncio.sleep(seconds)
+        links.heal()
+        return
     role, index, pid = draw.choice(victims(stack))
     if draw.random() < 0.4:
         seconds = draw.uniform(*STOP_S)
@@ -118,9 +137,17 @@ async def whole(stack: Stack) -> None:
     wrong = [p["name"] for p, a in zip(prompts, answers, strict=True) if a["output_ids"] != p["output_ids"]]
     assert not wrong, f"GOLD: {wrong}"
     await stack.flush()
-    for gauges in await stack.idle_snapshots():
+    await stack.idle_snapshots()
+    for gauges in await every_rank(stack):
         assert gauges["pages_free"] == gauges["pages"], f"LEAK: {gauges}"
         assert gauges.get("rows_free") == gauges.get("rows"), f"LEAK: {gauges}"
+
+
+async def every_rank(stack: Stack) -> list[dict[str, Any]]:
+    """The gauges of every rank of every worker."""
+    async with httpx.AsyncClient(timeout=30) as client:
+        answers = [(await client.get(f"{url}/debug/snapshot")).json() for url in stack.worker_urls()]
+    return [rank["gauges"] for answer in answers for rank in answer["ranks"]]
 
 
 async def chaos(options: argparse.Namespace, directory: Path) -> None:
@@ -130,7 +157,10 @@ async def chaos(options: argparse.Namespace, directory: Path) -> None:
     began = time.monotonic()
     draw = random.Random(options.seed)
     shape = ("--prefill", str(options.prefill), "--decode", str(options.decode), "--dtype", "float32")
-    stack = await asyncio.to_thread(Stack.up, directory, *shape, settings=SETTINGS)
+    layouts = [f"prefill.{one}" for one in options.prefill_layout] + [f"decode.{one}" for one in options.decode_layout]
+    if options.cut_links:
+        shape += ("--transfer", "tcp")
+    stack = await asyncio.to_thread(Stack.up, directory, *shape, settings=(*SETTINGS, *layouts))
     try:
         say("the stack is up")
         endings: collections.Counter[str] = collections.Counter()
@@ -141,7 +171,7 @@ async def chaos(options: argparse.Namespace, directory: Path) -> None:
         ]
         while time.monotonic() < until:
             await asyncio.sleep(draw.uniform(0.5, 4))
-            await hurt(stack, draw, say)
+            await hurt(stack, draw, say, cut_links=options.cut_links)
         for client in clients:
             await client
         say(f"endings: {dict(sorted(endings.items()))}")
@@ -159,7 +189,19 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--prefill", type=int, default=1)
     parser.add_argument("--decode", type=int, default=1)
+    layout = "such as pp=2, or tp=3 (heads must divide: the default model has 9 query and 3 KV heads); may be repeated"
+    parser.add_argument("--prefill-layout", action="append", default=[], metavar="AXIS=SIZE", help=layout)
+    parser.add_argument("--decode-layout", action="append", default=[], metavar="AXIS=SIZE", help=layout)
+    parser.add_argument(
+        "--cut-links", action="store_true", help="drop packets, too, where this host can; over tcp then"
+    )
     options = parser.parse_args()
+    reason = links.why_not() if options.cut_links and links.INSIDE not in os.environ else None
+    if reason is not None:
+        print(f"links are not cut: {reason}")
+        options.cut_links = False
+    if options.cut_links:
+        links.enter_namespace()
     directory = Path(tempfile.mkdtemp(prefix="baton-chaos-"))
     try:
         asyncio.run(chaos(options, directory))

@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -14,6 +15,7 @@ import httpx
 import pytest
 
 from baton_core.effects import LookUp
+from baton_core.errors import EngineError
 from baton_core.events import BootstrapInfos, LookupFailed, Resolved
 from baton_core.limits import Limits
 from baton_core.request import Bootstrap
@@ -54,7 +56,7 @@ class App:
 
 
 @asynccontextmanager
-async def prefill(tokenizer: Tokenizer, **options: Any) -> AsyncIterator[App]:
+async def prefill(tokenizer: Tokenizer, token: str | None = None, **options: Any) -> AsyncIterator[App]:
     ports = []
     for _ in range(2):
         bound = listening_socket()
@@ -67,14 +69,15 @@ async def prefill(tokenizer: Tokenizer, **options: Any) -> AsyncIterator[App]:
         tokenizer=tokenizer,
         rank_command=(sys.executable, str(SCRIPTED_RANK)),
     )
-    async with registry() as other, aiohttp.ClientSession() as session:
+    async with registry(token=token) as other, aiohttp.ClientSession() as session:
         urls = (f"http://127.0.0.1:{other}",)
         config = PrefillConfig(port=ports[0], bootstrap_port=ports[1], registry=urls, limits=LIMITS, **options)
         exit_code = asyncio.create_task(run(config, materials))
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{ports[0]}", timeout=10) as http:
             async with asyncio.timeout(15):
                 while True:
-                    assert not exit_code.done(), exit_code
+                    if exit_code.done():
+                        raise exit_code.exception() or AssertionError(exit_code)
                     try:
                         if (await http.get("/ready")).status_code == 200:
                             break
@@ -140,3 +143,29 @@ async def test_a_dead_unit_leaves_the_registries_and_the_worker_follows(tokenize
         assert await app.exit_code == 1
         answer = await app.look_up(app.other, 4, lookup_ms=200)
         assert isinstance(answer, LookupFailed) and "0 workers registered" in answer.verdict.text
+
+
+async def test_with_a_token_prefill_writes_to_registries_and_strangers_do_not(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    file = tmp_path / "token"
+    file.write_text("s3cret\n")
+    async with prefill(tokenizer, token="s3cret", registry_token_file=str(file)) as app:
+        for port in (app.own, app.other):
+            assert (await app.found(port, 4)).incarnation == "life1/0.0", "look-ups need no token"
+            url = f"http://127.0.0.1:{port}/register_dp_rank"
+            async with app.session.post(url, json={"bootstrap_room": 1, "dp_rank": 0}) as answer:
+                assert answer.status == 401
+            head = {"authorization": "Bearer s3cret"}
+            async with app.session.post(url, json={"bootstrap_room": 1, "dp_rank": 0}, headers=head) as answer:
+                assert answer.status == 200
+
+
+async def test_a_token_file_that_cannot_be_read_ends_the_start_by_its_name(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").touch()
+    for name in ("empty", "missing"):
+        with pytest.raises(EngineError, match=f"registry_token_file: .*{name}"):
+            async with prefill(tokenizer, registry_token_file=str(tmp_path / name)):
+                raise AssertionError("it started")

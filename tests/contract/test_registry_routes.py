@@ -387,7 +387,13 @@ async def test_the_service_reports_readiness_and_bounded_metrics(clock: Clock) -
         await client.put("/v1/instances/nobody/lease")
         ready = (await client.get("/ready")).json()
         text = (await client.get("/metrics")).text
-    assert ready == {"ready": True, "registry_incarnation": "life-1", "instances": 1, "instances_ready": 1}
+    assert ready == {
+        "ready": True,
+        "takes_writes": True,
+        "registry_incarnation": "life-1",
+        "instances": 1,
+        "instances_ready": 1,
+    }
     lines = text.splitlines()
     assert "baton_bootstrap_ranks 1.0" in lines and "baton_bootstrap_instances_ready 1.0" in lines
     assert 'baton_bootstrap_requests_total{route="GET /route",status="200"} 1.0' in lines

@@ -111,7 +111,9 @@ def test_kubernetes_knows_every_object_and_every_key() -> None:
         "observabilty.podMonitor.enabled=true",
         "workers.dtype=int4",
         "workers.gpus=-1",
-        "bootstrap.replicas=2",
+        "bootstrap.replicas=0",
+        "bootstrap.redis.url=http://redis",
+        "observability.tracing.ratio=2",
         "image.engine.tag=a b",
         "image.engine.digest=sha256:12",
         "router.service.type=ExternalName",
@@ -131,6 +133,7 @@ def test_typos_and_hostile_values_are_refused(wrong: str) -> None:
     ("options", "words"),
     [
         (("model.claim.enabled=true", "model.cache.enabled=true"), "choose one of existingClaim"),
+        (("bootstrap.replicas=2",), "needs bootstrap.redis.url"),
         (("model.prepare.enabled=true", "model.prepare.image=a"), "model.prepare needs a place"),
         (("decode.autoscaling.enabled=true", "decode.autoscaling.kind=keda"), "prometheusAddress is needed"),
         (("router.ingress.enabled=true", "router.ingress.tlsSecret=a"), "ingress.host is needed"),
@@ -384,7 +387,11 @@ def test_nothing_else_comes_in_or_goes_out(example: str) -> None:
         assert spec["podSelector"]["matchLabels"][COMPONENT] == role
         for rule in spec["egress"]:
             to_others = any("namespaceSelector" in peer for peer in rule["to"])
-            assert not to_others or {port["port"] for port in rule["ports"]} == {53}, "only names are asked for outside"
+            ports = {port["port"] for port in rule["ports"]}
+            asked = {53, {"bootstrap": 6379, "test": 53}.get(role, 4318)}
+            assert not to_others or (ports <= asked and len(rule["to"]) == 1), (
+                "only names, traces, the registry's Redis"
+            )
         for rule in spec["ingress"] or []:
             open_to_all = "from" not in rule
             assert not open_to_all or (role == "router" and rule["ports"] == [{"protocol": "TCP", "port": 8000}])

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from integration.stack import REQUEST_S, gold
+from integration.stack import REQUEST_S, eventually, gold
 from integration.workers import Worker, answer_of, flags_of, stop_all
 
 MODEL = "smollm2-135m-instruct"
@@ -37,7 +37,18 @@ def prefill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     worker.stop()
 
 
-@pytest.fixture(params=[(layout, pages) for layout in LAYOUTS for pages in (512, 0)], ids=str)
+QUICK = (("TP1", 512), ("TP1", 0), ("TP3", 512))
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(
+            (layout, pages), marks=() if (layout, pages) in QUICK else pytest.mark.slow, id=f"{layout}-{pages}"
+        )
+        for layout in LAYOUTS
+        for pages in (512, 0)
+    ]
+)
 def decode(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Worker]:
     layout, backup_pages = request.param
     flags = flags_of(LAYOUTS[layout], MODEL, backup_pages=backup_pages, **POOL, **BETS)
@@ -80,6 +91,26 @@ async def test_retracted_answers_are_the_uninterrupted_ones(prefill: Worker, dec
     assert gauges["backup_pages_free"] == gauges["backup_pages"]
 
 
+async def test_a_paused_answer_is_retracted_and_goes_on_where_it_was(decode: Worker) -> None:
+    (prompt, wanted), *_ = prompts()
+    asked = asyncio.create_task(alone(decode, prompt))
+
+    async def stands(queue: str) -> bool:
+        return told(decode, "gauges")[f"queue_requests{{queue={queue}}}"] == 1
+
+    async with httpx.AsyncClient(timeout=REQUEST_S) as client:
+        await eventually(lambda: stands("running"), "it runs")
+        paused = await client.post(f"{decode.url}/pause_generation", json={"mode": "retract"})
+        assert paused.status_code == 200, paused.text
+        await eventually(lambda: stands("retracted"), "it has given its pages up")
+        assert told(decode, "gauges")["pages_free"] == told(decode, "gauges")["pages"]
+        assert (await client.get(f"{decode.url}/health")).status_code == 200
+        assert not asked.done()
+        assert (await client.post(f"{decode.url}/continue_generation")).status_code == 200
+    assert (await asked).json()["output_ids"] == wanted
+
+
+@pytest.mark.slow
 async def test_sampled_answers_are_the_same_with_and_without_company(decode: Worker) -> None:
     chosen = [prompt for prompt, _ in prompts()]
     sampled = {"temperature": 1.0, "top_p": 0.9}

@@ -390,3 +390,17 @@ async def test_every_unit_of_decode_is_empty_after_odd_requests(exam: Exam, tmp_
         asked = [_leave(client, pair, 0.02 if number % 3 == 0 else 20.0, 30, 1) for number in range(21)]
         await asyncio.gather(*asked)
         await pair.whole()
+
+
+@pytest.mark.parametrize("transfer", ["shm", "tcp"])
+async def test_with_checksums_answers_are_the_same(exam: Exam, tmp_path: Path, transfer: str) -> None:
+    """C: `--kv-checksum` on two prefill ranks and one decode rank."""
+    flags: dict[str, object] = {"kv_checksum": True, "transfer": transfer}
+    async with served(exam, tmp_path, flags | {"tp": 2}, flags) as pair:
+        await pair.whole()
+
+
+async def test_a_decode_worker_that_checks_refuses_what_has_no_checksum(exam: Exam, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"KV checksum differs in room .* sent none"):
+        async with served(exam, tmp_path, None, {"kv_checksum": True}):
+            pass

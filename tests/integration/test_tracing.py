@@ -1,10 +1,10 @@
 """One request, one trace: a real stack of real processes sends its spans to a collector of the test's own."""
 
+import itertools
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -121,7 +121,7 @@ async def test_one_trace_holds_the_spans_of_router_prefill_and_decode(stack: Sta
         assert worker.parent == attempt.span
         children = sorted((span for span in spans if span.parent == worker.span), key=lambda span: span.began_ns)
         assert [span.name for span in children] == stages
-        for earlier, later in zip(children, children[1:], strict=False):
+        for earlier, later in itertools.pairwise(children):
             assert earlier.began_ns <= earlier.ended_ns <= later.began_ns + 1_000_000
     # All on one time axis, though three processes measured: the whole contains its parts.
     assert all(root.began_ns - 1e6 <= span.began_ns and span.ended_ns <= root.ended_ns + 1e9 for span in spans)

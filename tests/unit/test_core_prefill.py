@@ -9,7 +9,10 @@ from baton_core.effects import Emit, Offer, Push
 from baton_core.errors import Reason, Verdict
 from baton_core.events import (
     Abort,
+    Continue,
     DrainBegan,
+    Pause,
+    PauseMode,
 )
 from baton_core.messages import NotYet, Rejected
 from baton_core.request import FinishType
@@ -238,3 +241,29 @@ def test_too_many_hellos_without_a_request_are_refused_and_their_requests_hear_i
     assert isinstance(message, Rejected)
     assert message.reason is Reason.WAITING_FULL
     assert ends(bench.submit(request(room=2))) == [("r", Reason.WAITING_FULL)]
+
+
+# -- pause and continue
+
+
+@pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
+def test_a_paused_prefill_computes_no_further_chunk_and_goes_on_where_it_was(mode: PauseMode) -> None:
+    bench = prefill(prefix_cache=True)
+    queued(bench)
+    plan = bench.plan()
+    other = prefill(prefix_cache=True)
+    queued(other)
+    other.plan()
+    bench.step(Pause(mode=mode))
+    assert bench.core.digest() != other.core.digest(), "a rank that alone is paused shows"
+    bench.commit(plan)
+    assert bench.core.plan() is None
+    assert ends(bench.step(Abort(rid="nobody", verdict=GONE))) == []
+    bench.step(Continue())
+    assert [piece.start for piece in bench.plan().slices] == [4]
+
+
+def test_a_pause_that_aborts_ends_what_prefill_holds() -> None:
+    bench = prefill()
+    queued(bench)
+    assert ends(bench.step(Pause(mode=PauseMode.ABORT))) == [("r", Reason.ABORTED)]

@@ -122,6 +122,12 @@ spec:
         {{- if and (eq $role "router") $values.apiKeys.existingSecret }}
         - {name: api-keys, mountPath: /run/baton-keys, readOnly: true}
         {{- end }}
+        {{- if include "baton.hasToken" . }}
+        - {name: registry-token, mountPath: /run/baton-registry, readOnly: true}
+        {{- end }}
+        {{- if and (eq $role "bootstrap") $values.redis.existingSecret }}
+        - {name: redis-password, mountPath: /run/baton-redis, readOnly: true}
+        {{- end }}
         {{- if $worker }}
         - {name: shm, mountPath: /dev/shm}
         {{- if include "baton.hasModelVolume" $root }}
@@ -134,6 +140,14 @@ spec:
     {{- if and (eq $role "router") $values.apiKeys.existingSecret }}
     - name: api-keys
       secret: {secretName: {{ $values.apiKeys.existingSecret }}, defaultMode: 0440}
+    {{- end }}
+    {{- if include "baton.hasToken" . }}
+    - name: registry-token
+      secret: {secretName: {{ $root.Values.registryToken.existingSecret }}, defaultMode: 0440}
+    {{- end }}
+    {{- if and (eq $role "bootstrap") $values.redis.existingSecret }}
+    - name: redis-password
+      secret: {secretName: {{ $values.redis.existingSecret }}, defaultMode: 0440}
     {{- end }}
     {{- if $worker }}
     - name: shm
@@ -152,6 +166,24 @@ spec:
 {{- if ne .role "bootstrap" }}
 - {name: BATON_REGISTRY, value: {{ $registry | quote }}}
 - {name: BATON_DRAIN_MS, value: {{ mul (int $values.drainSeconds) 1000 | quote }}}
+{{- end }}
+{{- if include "baton.hasToken" . }}
+- {name: {{ ternary "BATON_BOOTSTRAP_TOKEN_FILE" "BATON_REGISTRY_TOKEN_FILE" (eq .role "bootstrap") }}, value: {{ printf "/run/baton-registry/%s" $root.Values.registryToken.key | quote }}}
+{{- end }}
+{{- if eq .role "bootstrap" }}
+{{- with $values.redis.url }}
+- {name: BATON_BOOTSTRAP_REDIS, value: {{ . | quote }}}
+{{- end }}
+{{- if $values.redis.existingSecret }}
+- {name: BATON_BOOTSTRAP_REDIS_PASSWORD_FILE, value: {{ printf "/run/baton-redis/%s" $values.redis.key | quote }}}
+{{- end }}
+{{- else }}
+{{- with $root.Values.observability.tracing }}
+{{- if .endpoint }}
+- {name: BATON_OTLP_ENDPOINT, value: {{ .endpoint | quote }}}
+- {name: BATON_TRACE_RATIO, value: {{ .ratio | quote }}}
+{{- end }}
+{{- end }}
 {{- end }}
 {{- if eq .role "router" }}
 - {name: BATON_ROUTER_PREFILL, value: {{ include "baton.urls" (dict "root" $root "role" "prefill") | quote }}}
@@ -189,6 +221,11 @@ spec:
 {{- with $values.extraEnv }}
 {{ toYaml . }}
 {{- end }}
+{{- end -}}
+
+{{/* Who writes to the registry, or is it; decode only reads. */}}
+{{- define "baton.hasToken" -}}
+{{- if and (ne .role "decode") .root.Values.registryToken.existingSecret }}true{{ end -}}
 {{- end -}}
 
 {{- define "baton.resources" -}}

@@ -102,8 +102,12 @@ class Admin:
 def admin_app(directory: Directory, status_page: Callable[[], str]) -> FastAPI:
     """The application of the admin port; `status_page` makes the page for people."""
     admin = Admin(directory)
+
+    async def page() -> Response:
+        return HTMLResponse(status_page(), headers=PAGE_HEADERS)
+
     app = FastAPI(title="Baton router, admin", docs_url=None, redoc_url=None)
-    app.add_api_route("/", lambda: HTMLResponse(status_page(), headers=PAGE_HEADERS), methods=["GET"])
+    app.add_api_route("/", page, methods=["GET"])
     app.add_api_route("/workers", admin.workers, methods=["GET"])
     app.add_api_route("/workers", admin.add, methods=["POST"])
     app.add_api_route("/workers/{url:path}/drain", admin.drain, methods=["POST"])

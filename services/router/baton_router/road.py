@@ -11,6 +11,7 @@ told its tokens goes on elsewhere, from the prompt and what the client has seen.
 """
 
 import asyncio
+import time
 from collections.abc import Callable
 
 from baton_core.errors import Reason, Verdict
@@ -213,7 +214,7 @@ class Road:
         try:
             while chunk and not answer.is_over:
                 if gaps is not None:
-                    trip.heard_s = gaps.since(trip.heard_s, asyncio.get_running_loop().time())
+                    trip.heard_s = gaps.since(trip.heard_s, time.monotonic())  # finer than the loop's clock
                 await exchange.pass_on(chunk if journal is None else journal.take(chunk))
                 if journal is not None and journal.error is not None:
                     return _broke(trip.pair, *journal.error)

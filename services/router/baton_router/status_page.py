@@ -33,7 +33,7 @@ th,td{text-align:left;padding:8px 12px;border-bottom:1px solid var(--line);verti
 tr:last-child td{border-bottom:0}
 th{font-size:12px;font-weight:600;color:var(--soft);white-space:nowrap}
 td.number,th.number{text-align:right;font-variant-numeric:tabular-nums}
-td.url{overflow-wrap:anywhere;min-width:180px}
+td.url,td.ranks{white-space:nowrap}td.text{min-width:260px}
 .empty{padding:12px}
 """
 STATE_CLASS = {"ready": "good", "draining": "warn", "unready": "bad"}
@@ -113,7 +113,7 @@ def _worker(worker: dict[str, Any]) -> Iterator[str]:
     yield f'<tr><td class="url">{escape(worker["url"])}</td>'
     yield f"<td>{_word(worker['state'], STATE_CLASS)}{reason}</td>"
     yield f"<td>{_word(worker['breaker'], BREAKER_CLASS)}</td>"
-    yield f"<td>{escape(worker['model'] or '–')}</td><td>"
+    yield f"<td>{escape(worker['model'] or '–')}</td><td class='ranks'>"
     ranks = worker.get("ranks", ())
     for rank in ranks:
         yield f"{rank['dp_rank']}: {rank['in_flight']} under way, {_word(rank['breaker'], BREAKER_CLASS)}<br>"
@@ -130,7 +130,7 @@ def _failures(failures: tuple[FailureNote, ...]) -> Iterator[str]:
     for one in failures:
         request = f"{escape(one.rid)}<br><span class='soft'>{escape(one.route)}</span>"
         yield f'<tr><td>{_day(one.at_s)}</td><td class="bad">{one.status}</td><td class="url">{request}</td>'
-        yield f'<td class="url">{escape(one.worker or "–")}</td><td>{escape(one.text)}</td></tr>'
+        yield f'<td class="url">{escape(one.worker or "–")}</td><td class="text">{escape(one.text)}</td></tr>'
     yield "</table></div>"
 
 

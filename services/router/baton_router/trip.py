@@ -20,7 +20,7 @@ class Trip:
     ask: Ask = field(default_factory=Ask)
     first_room: int = 0  # of the first attempt, where it is not to be drawn: one of a batch
     first_byte_s: float | None = None
-    heard_s: float | None = None  # when the last piece of a stream came
+    heard_s: float | None = None  # when the last piece of a stream came, by the monotonic clock
     room: int = 0
     pair: Pair | None = None
     attempts: int = 0

@@ -51,7 +51,7 @@ class Tally:
         for way in WAYS[:-1]:
             own = [(nbytes, seconds) for name, nbytes, seconds in shares if name == way]
             found[f"transfer_seconds{{way={way}}}"] = [seconds for _, seconds in own]
-            found[f"transfer_gigabytes_per_second{{way={way}}}"] = [
-                nbytes / seconds / 1e9 for nbytes, seconds in own if seconds > 0
+            found[f"transfer_bytes_per_second{{way={way}}}"] = [
+                nbytes / seconds for nbytes, seconds in own if seconds > 0
             ]
         return found
