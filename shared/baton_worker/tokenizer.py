@@ -50,7 +50,8 @@ class Tokenizer:
         if len(text) > probe_chars:
             # No token spans the border between a word and the space behind it, so a text cut there has no more tokens.
             head = text[:probe_chars].rpartition(" ")[0].rstrip()
-            tokens = len(self._encode(head))
+            # A single word of that length is cut in the middle: the token at the cut may have been a part of longer ones.
+            tokens = len(self._encode(head)) if head else len(self._encode(text[:probe_chars])) * 9 // 10
             if tokens >= context_tokens:
                 raise too_long(f"more than {tokens}", context_tokens)
         return self.encode(text, add_special=add_special)
