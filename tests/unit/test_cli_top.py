@@ -110,7 +110,7 @@ def test_a_real_decode_worker_becomes_a_row() -> None:
     assert (row.running, row.waiting, row.pages, row.pages_free) == (0, 0, 2048, 2048)
     assert row.polls == (0, 0, 0, 0, 0)
     assert row.ttft.p50 is not None and row.between["step_seconds"].p99 is not None and row.tick_p99_s is not None
-    assert row.tokens_per_s is None and row.rejected == 4
+    assert row.tokens_per_s is None and row.rejected == 1
 
 
 def ranked(tokens: tuple[int, int]) -> str:
@@ -197,7 +197,7 @@ def test_a_wide_frame_shows_everything() -> None:
         "PAGES",
     ):
         assert word in text
-    assert "refused" in text and "decode invalid_request 3" in text and "▁▅█"[-1] in text
+    assert "refused" in text and "decode invalid_request 1" in text and "▁▅█"[-1] in text
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 200])
