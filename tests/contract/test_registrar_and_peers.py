@@ -24,7 +24,7 @@ from contract.registry_servers import listening_socket, monotonic_ms, registry, 
 
 LAYOUT = Layout(attn_tp_size=2, attn_cp_size=1, dp_size=2, pp_size=1, page_size=16, kv_cache_dtype="float32")
 BY_QUERY = replace(LAYOUT, follow_bootstrap_room=False)
-FAST = RegistrarLimits(lease_ms=300, retry_first_ms=10, retry_max_ms=50, room_renew_ms=200)
+FAST = RegistrarLimits(lease_ms=1_000, retry_first_ms=10, retry_max_ms=50, room_renew_ms=200)
 ROOMS_ONCE = replace(FAST, room_renew_ms=60_000)
 LIMITS = Limits(lookup_ms=400)
 
