@@ -7,6 +7,8 @@ of them have, and its pages are free when it is revoked and no flow touches them
 
 import threading
 import time
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -21,7 +23,7 @@ from baton_engine.transfer.tally import Tally
 
 Key = tuple[Room, int]
 
-GIVEN_UP_GRACE_S = 0.3
+WORD_GRACE_S = 0.3
 """As long as a word about a failure may take on a loaded machine (the table of times)."""
 
 
@@ -71,7 +73,7 @@ class Flow:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Attempt:
+class Attempt(ABC):
     """One attempt on one end. Guarded by the lock of its `AttemptTable`."""
 
     room: Room
@@ -84,7 +86,7 @@ class Attempt:
     revoked: bool = False
     reason: Reason | None = None
     text: str = ""
-    given_up: tuple[float, str] | None = None  # by the other side: its word is awaited until then; else say this
+    awaits_word: bool = False  # the other side gave it up, and will say why over the link
 
     def add_flow(self, peer: Incarnation, plan: Plan, *, carries_row: bool, must_verify: bool = False) -> None:
         """One more rank that writes or reads here."""
@@ -107,9 +109,9 @@ class Attempt:
         """Whether all that this rank waits for is there."""
         return all(flow.complete for flow in self.flows.values())
 
+    @abstractmethod
     def pages_moved(self) -> int:
         """How far it is, in pages of this end."""
-        raise NotImplementedError
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -162,6 +164,7 @@ class AttemptTable:
         self._attempts: dict[Key, Attempt] = {}
         self._poke = poke
         self._tally = Tally()
+        self._refused: deque[tuple[float, Attempt, str]] = deque()  # until when each awaits the other side's word
 
     def open(self, one: Attempt) -> None:
         """A new attempt; wipes what an older one of the same name left."""
@@ -178,8 +181,6 @@ class AttemptTable:
         """This end's view. An attempt that is not known is over: nothing touches its pages."""
         with self._lock:
             one = self._attempts.get((room, attempt))
-            if one is not None and one.given_up is not None and time.monotonic() >= one.given_up[0]:
-                self._fail(one, Reason.TRANSFER_FAILED, one.given_up[1])
             if one is None:
                 return Observation(poll=KVPoll.Failed, writers_stopped=True, reason=Reason.TRANSFER_FAILED)
             return Observation(
@@ -228,13 +229,33 @@ class AttemptTable:
         ways = [flow.way for flow in one.flows.values() if not flow.complete]
         self._tally.failed(ways[0] if ways else "none", reason)
 
-    def given_up(self, one: Attempt, text: str) -> None:
+    def refused(self, one: Attempt, text: str) -> None:
         """The other side will not go on, and says why over the link: the attempt fails for `text` only if that word does
         not come soon. Without the grace whichever is faster would be the reason that the client hears.
         """
         with self._lock:
-            if one.given_up is None:
-                one.given_up = (time.monotonic() + GIVEN_UP_GRACE_S, text)
+            if one.awaits_word:
+                return
+            one.awaits_word = True
+            self._refused.append((time.monotonic() + WORD_GRACE_S, one, text))
+            if len(self._refused) == 1:
+                self._when_grace_ends()
+
+    def _when_grace_ends(self) -> None:
+        """Set the clock for the first of `_refused`, which stand in order of time; the lock is held."""
+        left_s = self._refused[0][0] - time.monotonic()
+        timer = threading.Timer(max(0.0, left_s), self._grace_ended)
+        timer.daemon = True
+        timer.start()
+
+    def _grace_ended(self) -> None:
+        with self._lock:
+            while self._refused and self._refused[0][0] <= time.monotonic():
+                _, one, text = self._refused.popleft()
+                if not one.revoked:  # else the word came
+                    self._fail(one, Reason.TRANSFER_FAILED, text)
+            if self._refused:
+                self._when_grace_ends()
         self._poke()
 
     def carrier_lost(self, carrier: object, text: str) -> None:

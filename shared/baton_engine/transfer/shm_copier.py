@@ -212,7 +212,7 @@ class Copier:
         if frame.kind is Kind.REFUSED:
             if writing is not None:
                 self._close(writing)
-                self._table.given_up(writing.flow.one, "decode refused the pages: it gave this attempt up")
+                self._table.refused(writing.flow.one, "decode refused the pages: it gave this attempt up")
         elif writing is None:
             # Granted or revoked after we gave it up: decode still waits to hear that.
             self._send(Frame(kind=Kind.STOPPED, serial=frame.serial))
@@ -222,7 +222,7 @@ class Copier:
             writing.parked.clear()
         elif frame.kind is Kind.REVOKE:
             self._stop(writing)
-            self._table.given_up(writing.flow.one, "decode revoked the attempt")
+            self._table.refused(writing.flow.one, "decode revoked the attempt")
 
     def _stop(self, writing: _Writing) -> None:
         self._close(writing)

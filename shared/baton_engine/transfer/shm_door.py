@@ -208,7 +208,7 @@ class ShmDoor:
         elif frame.kind is Kind.FINISHED:
             self._finished(grant.flow, frame.count)
         elif frame.kind is Kind.STOPPED:
-            self._table.given_up(grant.flow.one, f"prefill rank {writer.name} stopped writing")
+            self._table.refused(grant.flow.one, f"prefill rank {writer.name} stopped writing")
             self._table.leave(grant.flow)
 
     def _begin(self, writer: _Writer, frame: Frame) -> None:

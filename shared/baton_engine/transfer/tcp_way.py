@@ -255,7 +255,7 @@ class _Stream:
         if one is None or flow is None:
             return
         if kind == AnswerKind.REFUSED:
-            self._table.given_up(one, "decode refused the pages: it gave this attempt up")
+            self._table.refused(one, "decode refused the pages: it gave this attempt up")
         else:
             self._table.moved(flow, landed_bytes, row=kind == AnswerKind.DONE)
 
