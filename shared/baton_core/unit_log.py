@@ -67,23 +67,30 @@ class Done:
     result: StepResult | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Idled:
+    """A member to its leader: it has taken part in a round of other units (`rounds`)."""
+
+    member: Member
+
+
 @dataclass(frozen=True, slots=True)
 class Observe:
-    """A replica asks its stage: `Site.observe`."""
+    """A replica asks its stage: `Stage.observe`."""
 
     watches: Sequence[Watch]
 
 
 @dataclass(frozen=True, slots=True)
 class ObserveUncovered:
-    """A replica asks its stage: `Site.observe_uncovered`."""
+    """A replica asks its stage: `Stage.observe_uncovered`."""
 
     watches: Sequence[Watch]
 
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """A replica asks its stage: `Site.compare`."""
+    """A replica asks its stage: `Stage.compare`."""
 
     digest: int
 
@@ -106,8 +113,24 @@ class Core(Protocol):
     def digest(self) -> int: ...
 
 
+class Stage(Protocol):
+    """How a rank agrees with its stage. Each call is a collective, and blocks until all ranks of the stage have made it."""
+
+    def observe(self, watches: Sequence[Watch]) -> list[Observation]:
+        """What this rank sees, gated, and reduced over its stage."""
+        ...
+
+    def observe_uncovered(self, watches: Sequence[Watch]) -> list[int]:
+        """What this rank sees, reduced over attention CP, then TP (`poll_and_all_reduce_attn_cp_tp_group`)."""
+        ...
+
+    def compare(self, digest: int) -> None:
+        """Raise Divergence unless every rank of the stage holds this digest."""
+        ...
+
+
 class Site(Protocol):
-    """What a replica needs of the process it lives in. Nothing here blocks, but for the two agreements."""
+    """What a replica needs of the process it lives in. Nothing here blocks."""
 
     @property
     def rows(self) -> MetadataRows | None:
@@ -118,18 +141,6 @@ class Site(Protocol):
         """Do what the core asks for, in order."""
         ...
 
-    def observe(self, watches: Sequence[Watch]) -> list[Observation]:
-        """What this rank sees, gated, and reduced over its stage: one collective."""
-        ...
-
-    def observe_uncovered(self, watches: Sequence[Watch]) -> list[int]:
-        """What this rank sees, reduced over attention CP, then TP (`poll_and_all_reduce_attn_cp_tp_group`)."""
-        ...
-
-    def compare(self, digest: int) -> None:
-        """Raise Divergence unless every rank of the stage holds this digest: one collective."""
-        ...
-
     def flush(self) -> None:
         """Tokens leave now, before the next step begins to compete for the processor."""
         ...
@@ -138,7 +149,7 @@ class Site(Protocol):
         """Compute this plan after those that were started before."""
         ...
 
-    def idle(self, round: int) -> None:
+    def idle(self) -> None:
         """DP attention: another unit computes; take part with nothing of our own."""
         ...
 
@@ -163,26 +174,24 @@ class Replica:
         """The last position applied."""
         return self._position
 
-    def apply(self, entry: LogEntry) -> None:
+    def apply(self, entry: LogEntry, stage: Stage) -> None:
         """Take the entry. Raises Divergence; AssertionError on a gap in the log, which is a bug."""
         asking = self.applying(entry)
-        try:
-            question = next(asking)
-            while True:
-                question = asking.send(self._ask(question))
-        except StopIteration:
-            return
-
-    def _ask(self, question: Question) -> object:
-        match question:
-            case Observe():
-                return self._site.observe(question.watches)
-            case ObserveUncovered():
-                return self._site.observe_uncovered(question.watches)
-            case Compare():
-                return self._site.compare(question.digest)  # type: ignore[func-returns-value]
-            case _:
-                assert_never(question)
+        answer: object = None
+        while True:
+            try:
+                question = asking.send(answer)
+            except StopIteration:
+                return
+            match question:
+                case Observe():
+                    answer = stage.observe(question.watches)
+                case ObserveUncovered():
+                    answer = stage.observe_uncovered(question.watches)
+                case Compare():
+                    answer = stage.compare(question.digest)  # type: ignore[func-returns-value]
+                case _:
+                    assert_never(question)
 
     def applying(self, entry: LogEntry) -> Applying:
         """`apply` as a generator: it yields what the stage must agree on, and is sent the answer.
@@ -207,8 +216,8 @@ class Replica:
         if self._parallel.pp == 1:
             if watches:
                 seen = yield Observe(watches)
-                polls = agreed_polls(watches, seen, self._site.rows)
-                self._step(Observed(polls=polls), entry.now)
+                self._agreed = agreed_polls(watches, seen, self._site.rows, previous=self._agreed)
+                self._step(Observed(polls=self._agreed), entry.now)
             return
         covered = {_name(poll) for poll in entry.consensus}
         uncovered = [watch for watch in watches if _name(watch) not in covered]
@@ -229,7 +238,7 @@ class Replica:
             if entry.round is not None:
                 plan = core.plan()
                 site.perform(core.take_effects(), entry.now)  # planning moves requests, too
-                site.idle(entry.round) if plan is None else site.start(plan)
+                site.idle() if plan is None else site.start(plan)
             return
         while (plan := core.plan()) is not None:
             site.perform(core.take_effects(), entry.now)

@@ -4,7 +4,6 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from baton_core.plan import StepPlan, StepResult
@@ -23,12 +22,11 @@ class Runs(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Computed:
-    """What the thread finished: a plan's result, or the idle round `idle`."""
+class _End:
+    """The end of the work."""
 
-    result: StepResult | None = None
-    idle: int | None = None
+
+_END = _End()
 
 
 class Compute:
@@ -38,8 +36,8 @@ class Compute:
         self._runner = runner
         self._poke = poke
         self._clock = clock
-        self._work: queue.SimpleQueue[StepPlan | int | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[Computed] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[StepPlan | _End | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[StepResult | None] = queue.SimpleQueue()
         self._died: BaseException | None = None
         self._outstanding = 0
         self.busy_since_ms: int | None = None
@@ -51,15 +49,15 @@ class Compute:
         """Compute `plan` after what was started before."""
         self._put(plan)
 
-    def start_idle(self, number: int) -> None:
-        """Take part in round `number` of the other units."""
-        self._put(number)
+    def start_idle(self) -> None:
+        """Take part in a step of the other units, with nothing of our own."""
+        self._put(None)
 
-    def finished(self) -> list[Computed]:
-        """What has been finished since, each once. Raises what the compute thread died of."""
+    def finished(self) -> list[StepResult | None]:
+        """What has been finished since, each once: a result, or None for an idle part. Raises what the thread died of."""
         if self._died is not None:
             raise RuntimeError(f"the compute thread died: {self._died!r}") from self._died
-        done: list[Computed] = []
+        done: list[StepResult | None] = []
         while True:
             try:
                 done.append(self._results.get_nowait())
@@ -72,10 +70,10 @@ class Compute:
 
     def close(self, timeout_s: float) -> None:
         """Let the thread end after the running step."""
-        self._work.put(None)
+        self._work.put(_END)
         self._thread.join(timeout_s)
 
-    def _put(self, work: StepPlan | int) -> None:
+    def _put(self, work: StepPlan | None) -> None:
         self._outstanding += 1
         if self.busy_since_ms is None:
             self.busy_since_ms = self._clock()
@@ -85,12 +83,12 @@ class Compute:
         # Torch's own threads are born from this one and inherit it: a loop that wakes up runs before they go on.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         try:
-            while (work := self._work.get()) is not None:
-                if isinstance(work, StepPlan):
-                    self._results.put(Computed(result=self._runner.run(work)))
-                else:
+            while not isinstance(work := self._work.get(), _End):
+                if work is None:
                     self._runner.run_idle()
-                    self._results.put(Computed(idle=work))
+                    self._results.put(None)
+                else:
+                    self._results.put(self._runner.run(work))
                 self._poke()
         except BaseException as error:  # noqa: BLE001 - the driver raises it: a dead thread must not go unnoticed
             self._died = error

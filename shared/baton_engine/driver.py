@@ -10,9 +10,11 @@ loop waits neither for I/O nor for a forward, and it decides nothing. A rank by 
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
 import structlog
 import zmq
@@ -24,8 +26,8 @@ from baton_core.limits import Limits, Millis
 from baton_core.messages import PageOrder
 from baton_core.prefill.core import PrefillCore
 from baton_core.ranks import Parallel, Place
-from baton_core.unit_log import Done, Replica, Report, UnitLeader
-from baton_engine.compute import Computed
+from baton_core.rounds import Part
+from baton_core.unit_log import Done, Idled, Replica, Report, UnitLeader
 from baton_engine.gauges import Gauges
 from baton_engine.performer import Performer, Reach
 from baton_io.codec import FrameError
@@ -100,7 +102,7 @@ class Wiring:
     place: Place
 
 
-class _Loop:
+class _Loop(ABC):
     """What the leader's loop and the others' have in common."""
 
     def __init__(self, wiring: Wiring, reach: Reach) -> None:
@@ -126,14 +128,17 @@ class _Loop:
             self._snapshot(now)
             due = self._next_due()
 
+    @abstractmethod
     def _turn(self, now: Millis, *, changed: bool) -> None:
-        raise NotImplementedError
+        """Take what came in, and do what it asks for. `changed`: some transfer of this rank looks different now."""
 
+    @abstractmethod
     def _sockets(self) -> Sequence["zmq.Socket[bytes]"]:
-        raise NotImplementedError
+        """More sockets whose readability means news."""
 
+    @abstractmethod
     def _dues(self) -> list[Millis | None]:
-        raise NotImplementedError
+        """When the next turn is due without news."""
 
     def _late(self) -> str:
         """Which siblings have not finished the oldest step, for people."""
@@ -191,11 +196,18 @@ class _Loop:
                 inputs.append(PeerSaid(peer=one.peer, message=one.payload))
         return inputs
 
-    def _finished(self) -> list[Computed]:
-        done = self._compute.finished()
-        for _ in done:
-            self._gauges.step_over(time.monotonic())
-        return done
+    def _own_notes(self) -> list[Done | Idled]:
+        """What was computed here since the last call."""
+        member, speaks = self._place.member, self._place.member == self._parallel.speaker
+        notes: list[Done | Idled] = []
+        for result in self._compute.finished():
+            if result is None:
+                notes.append(Idled(member=member))
+                continue
+            self._gauges.step_over(result.step, time.monotonic())
+            counts = speaks or self._place.leads or result.failed is not None
+            notes.append(Done(member=member, step=result.step, result=result if counts else None))
+        return notes
 
     def _check_step(self, now: Millis) -> None:
         busy_since = self._compute.busy_since_ms
@@ -218,10 +230,7 @@ class LeaderLoop(_Loop):
         self._channel, self._rounds = channel, rounds
         self.leader = UnitLeader(wiring.parallel, reach.side.rows)
         self._begun: deque[int] = deque()
-        self._round: int | None = None  # the one that runs
-        self._round_step: int | None = None  # our step in it; None: idle
-        self._idled: set[int] = set()  # members that idled through it
-        self._wanted = self._futile = False
+        self._part = Part(wiring.parallel.members)
 
     def take_report(self, report: Report) -> None:
         """A stage's report (our own stage's comes this way). Raises Divergence."""
@@ -235,9 +244,7 @@ class LeaderLoop(_Loop):
         solo = self._parallel.members == 1
         if self.leader.wants or nudged or changed or solo or (due is not None and due <= now):
             self._write(now)
-        while self._rounds is not None and (self._begun or self._rounds_news()):
-            self._write(now, self._begun.popleft())
-        self._want_round()
+        self._take_rounds(now)
         self._performer.flush()
 
     def _write(self, now: Millis, number: int | None = None) -> None:
@@ -245,61 +252,49 @@ class LeaderLoop(_Loop):
         self._gauges.position = entry.position
         if self._channel is not None:
             self._channel.send(entry)
-        if number is None:
-            self._futile = False
-        else:
-            self._round, self._wanted = number, False
-            self._idled.clear()
         steps = self._core.steps.count
-        self._replica.apply(entry)
-        if number is not None:
-            self._round_step = self._core.steps.count if self._core.steps.count != steps else None
-            self._futile = self._round_step is None
+        self._replica.apply(entry, self._performer)
+        if number is None:
+            self._part.changed()
+        else:
+            planned = self._core.steps.count != steps
+            self._part.began(number, self._core.steps.count if planned else None)
 
     def _take_notes(self) -> bool:
         """Notes of all members, ourselves included; whether one of them saw a transfer change."""
         nudged = False
-        for done in self._finished():
-            self._note(Done(member=0, step=self._step_of(done), result=done.result))
-        for note in () if self._channel is None else self._channel.receive():
-            if isinstance(note, Done):
-                self._note(note)
-            elif isinstance(note, Report):
-                self.leader.report(note)
-            else:
-                nudged = True
+        for note in (*self._own_notes(), *(() if self._channel is None else self._channel.receive())):
+            match note:
+                case Done():
+                    if self.leader.done(note):
+                        self._round_over(self._part.computed(note.step))
+                case Idled():
+                    self._round_over(self._part.idled(note.member))
+                case Report():
+                    self.leader.report(note)
+                case Nudge():
+                    nudged = True
+                case _:
+                    assert_never(note)
         return nudged
-
-    def _step_of(self, done: Computed) -> int:
-        return done.result.step if done.result is not None else -(done.idle or 0)
-
-    def _note(self, note: Done) -> None:
-        if note.step < 0:
-            self._idled.add(note.member)
-            if len(self._idled) == self._parallel.members:
-                self._round_over()
-            return
-        if self.leader.done(note) and self._round is not None and note.step == self._round_step:
-            self._round_over()
 
     # -- rounds of DP attention
 
-    def _rounds_news(self) -> bool:
-        if self._rounds is not None:
-            self._begun.extend(self._rounds.begun())
-        return bool(self._begun)
-
-    def _want_round(self) -> None:
-        if self._rounds is None or self._wanted or self._futile or self._round is not None:
+    def _take_rounds(self, now: Millis) -> None:
+        """Begin what began elsewhere, and want a round where there is work."""
+        if self._rounds is None:
             return
-        if _has_work(self._core):
-            self._wanted = True
+        self._begun.extend(self._rounds.begun())
+        while self._begun:
+            self._write(now, self._begun.popleft())
+            self._begun.extend(self._rounds.begun())
+        if self._part.wants(self._core.has_work):
             self._rounds.want()
 
-    def _round_over(self) -> None:
-        assert self._rounds is not None and self._round is not None
-        number, self._round = self._round, None
-        self._rounds.over(number)
+    def _round_over(self, number: int | None) -> None:
+        if number is not None:
+            assert self._rounds is not None
+            self._rounds.over(number)
 
     # -- the loop
 
@@ -336,20 +331,15 @@ class MemberLoop(_Loop):
             # A link of this rank that was lost shows in what it observes; everything else goes to the leader.
             if not isinstance(stray, PeerGone):
                 log.error("rank.not_the_leader", got=type(stray).__name__)
-        done = self._finished()
-        for one in done:
-            step = one.result.step if one.result is not None else -(one.idle or 0)
-            wanted = one.result is not None and (
-                self._place.member == self._parallel.speaker or one.result.failed is not None
-            )
-            self._channel.note(Done(member=self._place.member, step=step, result=one.result if wanted else None))
+        for note in self._own_notes():
+            self._channel.note(note)
         if (changed or strays) and not self._nudged:
             self._nudged = True
             self._channel.note(Nudge(member=self._place.member))
         for entry in self._channel.receive():
             self._nudged = False
             self._gauges.position = entry.position
-            self._replica.apply(entry)
+            self._replica.apply(entry, self._performer)
         # Not when the app says so: a member that leaves before its leader looks like one that died.
         self._stopping = self._channel.over
         self._performer.flush()
@@ -359,10 +349,3 @@ class MemberLoop(_Loop):
 
     def _dues(self) -> list[Millis | None]:
         return []
-
-
-def _has_work(core: PrefillCore | DecodeCore) -> bool:
-    """Whether there may be something to compute; planning alone knows for sure."""
-    if isinstance(core, PrefillCore):
-        return bool(core.waiting.queue)
-    return bool(core.batch.running or core.batch.arrived or core.batch.local)

@@ -43,7 +43,7 @@ class Gauges:
         self._entered: dict[RequestId, tuple[str, float]] = {}
         self._stages: dict[RequestId, list[Stage]] = {}
         self._timelines: deque[Timeline] = deque(maxlen=TIMELINES_MAX)
-        self._step_began_s = 0.0
+        self._steps_began_s: dict[int, float] = {}
 
     def tick_lag(self, lag_ms: Millis) -> None:
         """A turn began `lag_ms` after it was due."""
@@ -56,13 +56,13 @@ class Gauges:
 
     def step_began(self, plan: StepPlan, now_s: float) -> None:
         """A plan went to the compute thread."""
-        self._step_began_s = now_s
+        self._steps_began_s[plan.step] = now_s
         self._counters["step_tokens_total"] += sum(len(piece.tokens) for piece in plan.slices)
         self._counters["steps_total"] += 1
 
-    def step_over(self, now_s: float) -> None:
+    def step_over(self, step: int, now_s: float) -> None:
         """The running plan was committed."""
-        self._sample("step_seconds", now_s - self._step_began_s)
+        self._sample("step_seconds", now_s - self._steps_began_s.pop(step))
 
     def moved(self, effect: Moved, now_s: float) -> None:
         """A request changed its phase: the time it spent in the old one is a stage sample."""

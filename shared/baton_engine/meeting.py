@@ -6,8 +6,6 @@ A rank by itself meets nobody, and pays for nothing of this.
 from pathlib import Path
 from typing import Protocol
 
-import structlog
-
 from baton_core.agreement import Group
 from baton_core.limits import Limits
 from baton_core.ranks import Parallel, Place
@@ -17,8 +15,6 @@ from baton_engine.groups import RankGroup, TensorGroups, join
 from baton_engine.performer import Groups
 from baton_io.rounds_channel import ConductorRounds, Rounds, UnitRounds
 from baton_io.unit_channel import LeaderChannel, MemberChannel
-
-log = structlog.get_logger(__name__)
 
 
 class MeetingSettings(Protocol):

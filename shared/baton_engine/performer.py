@@ -121,7 +121,7 @@ class Reach:
 
 
 class Performer:
-    """`baton_core.unit_log.Site` over real links, transfers and a compute thread."""
+    """`Site` and `Stage` of `baton_core.unit_log`, over real links, transfers, groups and a compute thread."""
 
     def __init__(self, reach: Reach, gauges: Gauges) -> None:
         self._reach, self._gauges = reach, gauges
@@ -153,9 +153,7 @@ class Performer:
     def observe_uncovered(self, watches: Sequence[Watch]) -> list[int]:
         """Of requests that the consensus does not cover: over attention CP, then TP."""
         groups = self._reach.groups
-        return [
-            int(poll) for poll in poll_and_all_reduce_attn_cp_tp_group(self._pollers(watches), groups.cp, groups.tp)
-        ]
+        return poll_and_all_reduce_attn_cp_tp_group(self._pollers(watches), groups.cp, groups.tp)
 
     def compare(self, digest: int) -> None:
         """Raise Divergence unless every rank of the stage holds this digest."""
@@ -183,9 +181,9 @@ class Performer:
         self._gauges.step_began(plan, time.monotonic())
         self._reach.compute.start(plan)
 
-    def idle(self, number: int) -> None:
+    def idle(self) -> None:
         """Take part in a round of the other units."""
-        self._reach.compute.start_idle(number)
+        self._reach.compute.start_idle()
 
     # -- effects
 

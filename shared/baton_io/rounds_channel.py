@@ -1,5 +1,6 @@
 """How the leaders of a worker's units meet for the rounds of DP attention: one ROUTER at unit 0's leader."""
 
+import time
 from collections import deque
 from typing import Protocol
 
@@ -57,8 +58,9 @@ class ConductorRounds:
     def gather(self, timeout_ms: Millis) -> None:
         """Wait until every other unit's leader has said that it is here."""
         here: set[int] = set()
+        until_s = time.monotonic() + timeout_ms / 1000
         while len(here) < self._units - 1:
-            if not self.socket.poll(timeout_ms):
+            if not self.socket.poll(max(0, round(1000 * (until_s - time.monotonic())))):
                 missing = [str(unit) for unit in range(1, self._units) if unit not in here]
                 raise EngineError(f"the leader of unit {', '.join(missing)} did not come within {timeout_ms} ms")
             name, kind, _ = self.socket.recv_multipart()

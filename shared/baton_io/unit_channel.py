@@ -1,7 +1,7 @@
 """The unit's log on the wire: the leader's ROUTER, and a DEALER of every other member.
 
-    member  Join ──►                                                    once, and again until it is answered
-            Done, Report, Nudge ──►                                     notes
+    member  Join ──►                                                    once; it waits in the queue until the leader is there
+            Done, Idled, Report, Nudge ──►                              notes
             ◄── Welcome, Entry …, Farewell                              every position of the log, in order
 
 Both ends are ours and on one host or one private network; frames are msgpack, checked by their codec, never pickle. A
@@ -9,6 +9,7 @@ frame that cannot be queued means a member that does not read: the unit cannot g
 """
 
 import contextlib
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +22,12 @@ from baton_core.limits import Millis
 from baton_core.plan import StepResult
 from baton_core.ranks import Member
 from baton_core.request import Incarnation
-from baton_core.unit_log import Done, LogEntry, Report
+from baton_core.unit_log import Done, Idled, LogEntry, Report
 from baton_io.codec import Codec, FrameError
 from baton_io.links import PAYLOADS
 
 HIGH_WATER_MARK = 65_536
 FRAME_BYTES_MAX = 256 * 1024 * 1024
-JOIN_PERIOD_MS: Millis = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +94,10 @@ _INPUTS = Codec(
         12: events.Continue,
     }
 )
-_NOTES = Codec({1: Join, 2: Done, 3: Report, 4: Nudge})
+_NOTES = Codec({1: Join, 2: Done, 3: Report, 4: Nudge, 5: Idled})
 _LOG = Codec({1: _Entry, 2: Welcome, 3: Farewell})
 
-Note = Done | Report | Nudge
+Note = Done | Idled | Report | Nudge
 
 
 class LeaderChannel:
@@ -119,10 +119,9 @@ class LeaderChannel:
 
     def gather(self, timeout_ms: Millis) -> None:
         """Wait until every other member has joined. Raises EngineError naming who has not."""
-        poller = zmq.Poller()
-        poller.register(self.socket, zmq.POLLIN)
+        until_s = time.monotonic() + timeout_ms / 1000
         while len(self._joined) < self._members - 1:
-            if not poller.poll(timeout_ms):
+            if not self.socket.poll(max(0, round(1000 * (until_s - time.monotonic())))):
                 missing = [str(one) for one in range(1, self._members) if one not in self._joined]
                 raise EngineError(f"member {', '.join(missing)} of this unit did not come within {timeout_ms} ms")
             for note in self._receive():

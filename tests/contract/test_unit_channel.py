@@ -12,7 +12,7 @@ from baton_core.events import Abort, AgreedPoll, PeerGone, PeerSaid, Submit
 from baton_core.messages import MetadataRow, NotYet
 from baton_core.plan import SequenceResult, StepResult
 from baton_core.request import Request, Sampling, TokenLogprob
-from baton_core.unit_log import Done, LogEntry, Report
+from baton_core.unit_log import Done, Idled, LogEntry, Report
 from baton_io.rounds_channel import ConductorRounds, UnitRounds
 from baton_io.unit_channel import LeaderChannel, MemberChannel, Nudge
 
@@ -78,12 +78,13 @@ def test_notes_arrive_in_order_and_as_they_were_written(tmp_path: Path) -> None:
     leader, member = gathered(tmp_path)
     notes = [
         Nudge(member=1),
+        Idled(member=1),
         Done(member=1, step=7, result=StepResult(step=7, results=())),
         Report(stage=1, position=64, polls=(POLL,), digest=2**62 - 1),
     ]
     for note in notes:
         member.note(note)  # type: ignore[arg-type]
-    assert received(leader.socket, lambda: list(leader.receive()), 3) == notes
+    assert received(leader.socket, lambda: list(leader.receive()), len(notes)) == notes
     member.close()
     leader.close()
 

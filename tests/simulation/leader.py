@@ -10,15 +10,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from baton_core import effects as fx
-from baton_core.decode.core import DecodeCore
 from baton_core.effects import Effect
 from baton_core.errors import Reason, Verdict
 from baton_core.events import PeerGone, PeerSaid
 from baton_core.limits import Millis
 from baton_core.link import Frame, Switchboard
-from baton_core.prefill.core import PrefillCore
 from baton_core.request import Incarnation
-from baton_core.unit_log import Done, LogEntry, Report, UnitLeader
+from baton_core.rounds import Part
+from baton_core.unit_log import Done, Idled, LogEntry, Report, UnitLeader
 from simulation.invariants import require
 from simulation.rank import Nudge, Rank
 
@@ -47,12 +46,9 @@ class Leader:
         self.nudged = False
         self.skew = self.world.random.randrange(1_000)
         self._wake_at: int | None = None
-        # DP attention: rounds to begin, the one that runs, our step in it (None: idle), who idled through it.
+        # DP attention: rounds to begin, and our part in them.
         self._begun: deque[int] = deque()
-        self._round: int | None = None
-        self._round_step: int | None = None
-        self._idled = 0
-        self._wanted = self._futile = False
+        self._part = Part(unit.parallel.members)
         self._steps = 0
 
     def __repr__(self) -> str:
@@ -121,8 +117,6 @@ class Leader:
 
     def _write(self, number: int | None, now: Millis) -> None:
         self.nudged = False
-        if number is not None:
-            self._round, self._wanted, self._idled = number, False, 0
         self._steps = self.rank.core.steps.count
         entry = self.log.next_entry(now, number)
         self.world.note(self.rank, entry)
@@ -132,15 +126,15 @@ class Leader:
     def applied(self, entry: LogEntry) -> None:
         """The leading rank has applied its entry."""
         steps = self.rank.core.steps.count
-        if entry.round is not None:
-            self._round_step = steps if steps != self._steps else None
-        self._futile = entry.round is not None and self._round_step is None
+        if entry.round is None:
+            self._part.changed()
+        else:
+            self._part.began(entry.round, steps if steps != self._steps else None)
         self._sleep()
 
     def _want_round(self) -> None:
-        core, conductor = self.rank.core, self.unit.worker.conductor
-        if conductor is not None and not self._wanted and not self._futile and self._round is None and has_work(core):
-            self._wanted = True
+        conductor = self.unit.worker.conductor
+        if conductor is not None and self._part.wants(self.rank.core.has_work):
             self.unit.worker.begin(conductor.want())
 
     def begin(self, number: int) -> None:
@@ -148,17 +142,15 @@ class Leader:
         self._begun.append(number)
         self.wake(0)
 
-    def _done(self, note: Done) -> None:
+    def _done(self, note: Done | Idled) -> None:
         conductor = self.unit.worker.conductor
-        if note.step < 0:
-            self._idled += 1
-            over = self._idled == self.unit.parallel.members
+        if isinstance(note, Idled):
+            over = self._part.idled(note.member)
         else:
-            over = self.log.done(note) and conductor is not None and note.step == self._round_step
-        if over:
-            assert conductor is not None and self._round is not None
-            number, self._round = self._round, None
-            self.unit.worker.begin(conductor.over(self.unit.dp_rank, number))
+            over = self._part.computed(note.step) if self.log.done(note) else None
+        if over is not None:
+            assert conductor is not None
+            self.unit.worker.begin(conductor.over(self.unit.dp_rank, over))
 
     def _sleep(self) -> None:
         """Until when is there nothing to do?"""
@@ -172,7 +164,7 @@ class Leader:
     def _take(self, item: object, now: Millis) -> None:
         if isinstance(item, tuple):
             self._frame(item[0], item[1], now)
-        elif isinstance(item, Done):
+        elif isinstance(item, Done | Idled):
             self._done(item)
         elif isinstance(item, Report):
             self.log.report(item)
@@ -235,13 +227,6 @@ class Leader:
 
     def _register(self, effect: fx.RegisterRank) -> None:
         self.world.registry.register(self, effect)
-
-
-def has_work(core: PrefillCore | DecodeCore) -> bool:
-    """Whether there may be something to compute; planning alone knows for sure."""
-    if isinstance(core, PrefillCore):
-        return bool(core.waiting.queue)
-    return bool(core.batch.running or core.batch.arrived or core.batch.local)
 
 
 _PERFORM: dict[type[Any], Callable[[Any, Any], None]] = {

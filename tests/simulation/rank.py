@@ -20,7 +20,7 @@ from baton_core.plan import StepPlan
 from baton_core.prefill.core import PrefillCore
 from baton_core.ranks import Member, member_name
 from baton_core.request import Incarnation, RequestId
-from baton_core.unit_log import Applying, Done, LogEntry, Replica, Report
+from baton_core.unit_log import Applying, Done, Idled, LogEntry, Replica, Report
 from simulation.copies import Copies
 from simulation.invariants import check_books, check_moves, check_peer_gone
 from simulation.oracle import Memory
@@ -186,18 +186,6 @@ class Rank:
         """This rank's metadata rows (decode)."""
         return self._rows
 
-    def observe(self, watches: Sequence[Watch]) -> list[Observation]:
-        """Never called: the simulation answers the replica's questions itself."""
-        raise NotImplementedError
-
-    def observe_uncovered(self, watches: Sequence[Watch]) -> list[int]:
-        """Never called, likewise."""
-        raise NotImplementedError
-
-    def compare(self, digest: int) -> None:
-        """Never called, likewise."""
-        raise NotImplementedError
-
     def flush(self) -> None:
         """Tokens have left already."""
 
@@ -205,15 +193,15 @@ class Rank:
         """Compute this plan after those that were started before."""
         self.unit.tensors.start(self, plan)
 
-    def idle(self, round: int) -> None:
+    def idle(self) -> None:
         """Take part in the other units' layers."""
-        self.unit.tensors.idle(self, round)
+        self.unit.tensors.idle(self)
 
     def report(self, report: Report) -> None:
         """What this stage sees."""
         self.unit.to_leader(self, report)
 
-    def done(self, note: Done) -> None:
+    def done(self, note: Done | Idled) -> None:
         """A step is computed here."""
         self.unit.to_leader(self, note)
 

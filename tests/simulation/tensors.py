@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from baton_core.errors import Reason, Verdict
 from baton_core.plan import SequenceResult, SequenceSlice, StepPlan, StepResult
-from baton_core.unit_log import Done
+from baton_core.unit_log import Done, Idled
 from simulation.invariants import check_step, require
 from simulation.oracle import logprob_of, token_of
 
@@ -48,15 +48,15 @@ class Tensors:
         run.begun[rank.stage] += 1
         self._next(rank.stage)
 
-    def idle(self, rank: "Rank", number: int) -> None:
+    def idle(self, rank: "Rank") -> None:
         """A rank idles through a round of the other units."""
-        self.world.at(1 + int(self.world.random.random() * self.world.shape.step_ms), self._idled, rank, number)
+        self.world.at(1 + int(self.world.random.random() * self.world.shape.step_ms), self._idled, rank)
 
-    def _idled(self, rank: "Rank", number: int) -> None:
+    def _idled(self, rank: "Rank") -> None:
         if rank.paused:
-            self.world.at(RETRY_MS, self._idled, rank, number)
+            self.world.at(RETRY_MS, self._idled, rank)
         elif rank.alive:
-            rank.done(Done(member=rank.member, step=-number))
+            rank.done(Idled(member=rank.member))
 
     def _next(self, stage: int) -> None:
         step = self._finished[stage] + 1

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from baton_core.ranks import Parallel, member_name, member_of, share, unit_name, unit_of, worker_of
-from baton_core.rounds import Conductor
+from baton_core.rounds import Conductor, Part
 
 
 def test_every_rank_has_one_place_and_ranks_of_a_unit_are_neighbours() -> None:
@@ -57,3 +57,20 @@ def test_a_round_begins_when_somebody_wants_it_and_ends_when_everybody_is_done()
     assert conductor.want() == 3
     with pytest.raises(AssertionError):
         conductor.over(0, 2)
+
+
+def test_a_unit_wants_one_round_at_a_time_and_none_that_would_be_for_nothing() -> None:
+    part = Part(members=2)
+    assert not part.wants(has_work=False)
+    assert part.wants(has_work=True)
+    assert not part.wants(has_work=True)  # it said so already
+    part.began(1, step=7)
+    assert not part.wants(has_work=True)  # it runs
+    assert part.computed(6) is None
+    assert part.computed(7) == 1
+    assert part.wants(has_work=True)
+    part.began(2, step=None)
+    assert (part.idled(0), part.idled(0), part.idled(1)) == (None, None, 2)
+    assert not part.wants(has_work=True)  # planning found nothing, and nothing has changed
+    part.changed()
+    assert part.wants(has_work=True)

@@ -90,8 +90,8 @@ class Recorder:
     def start(self, plan: StepPlan) -> None:
         self.said.append(f"start {plan.step}")
 
-    def idle(self, round: int) -> None:
-        self.said.append(f"idle {round}")
+    def idle(self) -> None:
+        self.said.append("idle")
 
     def report(self, report: Report) -> None:
         self.reports.append(report)
@@ -104,7 +104,7 @@ def replica(recorder: Recorder, parallel: Parallel, member: int = 0) -> Replica:
 def test_inputs_come_first_then_agreement_then_deadlines_then_results_then_the_next_plan() -> None:
     recorder = Recorder(watch("a"), plans=2)
     abort, result = Abort(rid="b", verdict=GONE), StepResult(step=9, results=())
-    replica(recorder, Parallel()).apply(LogEntry(position=1, now=3, inputs=(abort,), results=(result,)))
+    replica(recorder, Parallel()).apply(LogEntry(position=1, now=3, inputs=(abort,), results=(result,)), recorder)
     agreed = recorder.said[2]
     assert isinstance(agreed, Observed)
     assert [one.rid for one in agreed.polls] == ["a"]
@@ -113,9 +113,9 @@ def test_inputs_come_first_then_agreement_then_deadlines_then_results_then_the_n
 
 
 def test_a_gap_in_the_log_is_a_bug() -> None:
-    one = replica(Recorder(), Parallel())
+    recorder = Recorder()
     with pytest.raises(AssertionError):
-        one.apply(LogEntry(position=2, now=0))
+        replica(recorder, Parallel()).apply(LogEntry(position=2, now=0), recorder)
 
 
 def test_with_stages_the_consensus_of_the_entry_is_applied_and_nobody_polls_again() -> None:
@@ -123,7 +123,7 @@ def test_with_stages_the_consensus_of_the_entry_is_applied_and_nobody_polls_agai
     parallel = Parallel(pp=2)
     ready = poll("a", KVPoll.WaitingForInput)
     recorder.seen = Observation(poll=KVPoll.Failed)  # what this stage sees by now must not matter
-    replica(recorder, parallel).apply(LogEntry(position=1, now=0, consensus=(ready,)))
+    replica(recorder, parallel).apply(LogEntry(position=1, now=0, consensus=(ready,)), recorder)
     assert recorder.said[0] == Observed(polls=(ready,))
     assert not [said for said in recorder.said if str(said).startswith("uncovered")]
     assert [one.poll for one in recorder.reports[0].polls] == [int(KVPoll.Failed)]  # but enters the next consensus
@@ -132,7 +132,9 @@ def test_with_stages_the_consensus_of_the_entry_is_applied_and_nobody_polls_agai
 def test_what_the_consensus_does_not_cover_is_polled_inside_the_stage() -> None:
     recorder = Recorder(watch("a"), watch("b"))
     recorder.seen = Observation(poll=KVPoll.Failed)
-    replica(recorder, Parallel(pp=2)).apply(LogEntry(position=1, now=0, consensus=(poll("a", KVPoll.Success),)))
+    replica(recorder, Parallel(pp=2)).apply(
+        LogEntry(position=1, now=0, consensus=(poll("a", KVPoll.Success),)), recorder
+    )
     assert recorder.said[0] == "uncovered 1"
     observed = recorder.said[1]
     assert isinstance(observed, Observed)
@@ -144,8 +146,8 @@ def test_only_the_first_rank_of_a_stage_reports_and_only_what_is_new() -> None:
     first, second = Recorder(watch("a")), Recorder(watch("a"))
     for recorder, member in ((first, 2), (second, 3)):
         one = replica(recorder, parallel, member)
-        one.apply(LogEntry(position=1, now=0))
-        one.apply(LogEntry(position=2, now=0))
+        one.apply(LogEntry(position=1, now=0), recorder)
+        one.apply(LogEntry(position=2, now=0), recorder)
     assert [report.stage for report in first.reports] == [1]
     assert second.reports == []
     assert first.said.count("observe 1") == second.said.count("observe 1") == 2  # the stage agrees all the same
@@ -155,17 +157,17 @@ def test_siblings_compare_their_states_now_and_then() -> None:
     recorder = Recorder()
     one = replica(recorder, Parallel(tp=2))
     for position in range(1, DIGEST_EVERY + 1):
-        one.apply(LogEntry(position=position, now=0))
+        one.apply(LogEntry(position=position, now=0), recorder)
     assert recorder.said.count("compare 5") == 1
 
 
 def test_with_dp_attention_a_step_begins_with_a_round_only_and_a_unit_without_work_idles_along() -> None:
     recorder = Recorder(plans=1)
     one = replica(recorder, Parallel(dp=2, dp_attention=True))
-    one.apply(LogEntry(position=1, now=0))
-    one.apply(LogEntry(position=2, now=0, round=1))
-    one.apply(LogEntry(position=3, now=0, round=2))
-    assert [said for said in recorder.said if said not in ("tick", "flush")] == ["start 0", "idle 2"]
+    one.apply(LogEntry(position=1, now=0), recorder)
+    one.apply(LogEntry(position=2, now=0, round=1), recorder)
+    one.apply(LogEntry(position=3, now=0, round=2), recorder)
+    assert [said for said in recorder.said if said not in ("tick", "flush")] == ["start 0", "idle"]
 
 
 def test_a_step_is_a_fact_when_every_member_has_computed_it_and_the_speaker_says_what() -> None:

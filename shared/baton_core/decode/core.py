@@ -150,6 +150,11 @@ class DecodeCore:
         self.line.admit()
         return self.steps.begin(self.batch.next_slices())
 
+    @property
+    def has_work(self) -> bool:
+        """Whether there may be something to compute; planning alone knows for sure."""
+        return bool(self.batch.running or self.batch.arrived or self.batch.local)
+
     def take_effects(self) -> list[Effect]:
         """What the calls that return none have asked for."""
         return self.ledger.take_effects()

@@ -146,6 +146,11 @@ class PrefillCore:
             self._push_shared(self.ledger.live[piece.rid])
         return plan
 
+    @property
+    def has_work(self) -> bool:
+        """Whether there may be something to compute; planning alone knows for sure."""
+        return bool(self.waiting.queue)
+
     def take_effects(self) -> list[Effect]:
         """What the calls that return none have asked for."""
         return self.ledger.take_effects()
