@@ -103,7 +103,7 @@ class PageOrder:
             raise ValueError(f"page order of room {self.room}: attempt, row or page out of range")
 
 
-_ROW = struct.Struct("<QIiIIQfhH")  # …, logprob of the first token, likeliest tokens that follow, flags
+_ROW = struct.Struct("<QIiIIfhH")  # …, logprob of the first token, likeliest tokens that follow, flags
 _TOP = struct.Struct("<if")
 _HAS_LOGPROB = 1
 ROW_BYTES = 2_048
@@ -123,7 +123,6 @@ class MetadataRow:
     first_token: int
     cached_tokens: int = 0
     prompt_tokens: int = 0
-    kv_checksum: int = 0
     logprob: TokenLogprob | None = None  # of the first token
 
     def pack(self) -> bytes:
@@ -135,7 +134,6 @@ class MetadataRow:
             self.first_token,
             self.cached_tokens,
             self.prompt_tokens,
-            self.kv_checksum,
             0.0 if self.logprob is None else self.logprob.logprob or 0.0,
             len(top),
             0 if self.logprob is None else _HAS_LOGPROB,
@@ -145,7 +143,7 @@ class MetadataRow:
     @staticmethod
     def unpack(raw: bytes) -> "MetadataRow | None":
         """The row in `raw`, or None while its room word is 0."""
-        word, attempt, first_token, cached, prompt, checksum, logprob, tops, flags = _ROW.unpack_from(raw)
+        word, attempt, first_token, cached, prompt, logprob, tops, flags = _ROW.unpack_from(raw)
         if word == 0:
             return None
         count = max(0, min(tops, TOP_LOGPROBS_MAX))
@@ -156,6 +154,5 @@ class MetadataRow:
             first_token=first_token,
             cached_tokens=cached,
             prompt_tokens=prompt,
-            kv_checksum=checksum,
             logprob=TokenLogprob(token=first_token, logprob=logprob, top=top) if flags & _HAS_LOGPROB else None,
         )

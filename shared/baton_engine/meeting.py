@@ -91,10 +91,13 @@ class Meeting:
         assert self.member is not None, "the leader takes its own report"
         self.member.note(report)
 
-    def close(self) -> None:
-        """Leave; the leader says farewell first."""
+    def farewell(self) -> None:
+        """The leader says that its log is complete; the others leave when they hear it."""
         if self.leader is not None:
             self.leader.farewell()
+
+    def close(self) -> None:
+        """Leave."""
         for channel in (self.leader, self.member, self.rounds, *self._shm):
             if channel is not None:
                 channel.close()

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol, TextIO
 
@@ -166,27 +167,47 @@ def run_rank(settings: RankSettings, build: Build) -> int:
 
 def _serve(settings: RankSettings, build: Build, app: "zmq.Socket[bytes]") -> None:
     began = time.monotonic()
-    backend, limits = _backend(settings.transfer), settings.limits
+    with ExitStack() as owned:  # closed in reverse: transfers before the memory they move, groups last
+        materials, meeting = _materials(settings, owned, _Progress(settings.rank, app))
+        compute = Compute(materials.engine.runner, materials.poker.computed, now_ms)
+        owned.callback(compute.close, CLOSE_TIMEOUT_S)
+        parts = build(materials)
+        owned.callback(parts.side.attempts.close)
+        if parts.backup is not None:
+            owned.callback(parts.backup.close, CLOSE_TIMEOUT_S)
+        loop = _loop(materials, parts, meeting, compute, app)
+        load_seconds = time.monotonic() - began
+        app.send(TO_APP.encode(_ready(materials, parts, load_seconds)))
+        log.info("rank.ready", pages=materials.pages, load_seconds=round(load_seconds, 2))
+        loop.run()
+        meeting.farewell()  # not where the loop raised: then the app hears what happened before anybody else leaves
+
+
+def _materials(settings: RankSettings, owned: ExitStack, progress: "_Progress") -> tuple[Materials, Meeting]:
+    """Meet the siblings and load; whatever must be closed is `owned`. Raises EngineError."""
+    backend = _backend(settings.transfer)
     meeting = Meeting(settings)
+    owned.callback(meeting.close)
     engine = load_engine(
         model_path=settings.model_path,
         dtype=settings.dtype,
         device=settings.device,
         kv_tokens=settings.kv_tokens,
         page_tokens=settings.page_tokens,
-        metadata_rows=limits.metadata_rows,
+        metadata_rows=settings.limits.metadata_rows,
         threads=settings.threads or max(1, len(settings.cores)),
-        progress=_Progress(settings.rank, app),
+        progress=progress,
         parallel=settings.parallel,
         rank=settings.rank,
         groups=meeting.tensors,
     )
+    owned.callback(engine.close)
     # What was loaded stays: the collector need not look at it again and again.
     gc.collect()
     gc.freeze()
     name = member_name(settings.incarnation, meeting.place.dp_rank, meeting.place.member)
-    links = Links(name, limits)
-    poker = Poker()
+    links = Links(name, settings.limits)
+    owned.callback(links.close)
     # Which way pages travel is agreed order by order; a worker that moves nothing fits only one that moves nothing.
     text = fingerprint({**engine.fingerprint_fields, "protocol": PROTOCOL_VERSION, "moves_kv": backend != "fake"})
     meeting.gather()
@@ -194,7 +215,7 @@ def _serve(settings: RankSettings, build: Build, app: "zmq.Socket[bytes]") -> No
         settings=settings,
         engine=engine,
         links=links,
-        poker=poker,
+        poker=Poker(),
         parallel=settings.parallel,
         place=meeting.place,
         layout=engine.layout,
@@ -203,21 +224,7 @@ def _serve(settings: RankSettings, build: Build, app: "zmq.Socket[bytes]") -> No
         incarnation=name,
         backend=backend,
     )
-    parts = build(materials)
-    compute = Compute(engine.runner, poker.computed, now_ms)
-    loop = _loop(materials, parts, meeting, compute, app)
-    app.send(TO_APP.encode(_ready(materials, parts, time.monotonic() - began)))
-    log.info("rank.ready", pages=materials.pages, load_seconds=round(time.monotonic() - began, 2))
-    try:
-        loop.run()
-    finally:
-        parts.side.attempts.close()
-        links.close()
-        compute.close(CLOSE_TIMEOUT_S)
-        if parts.backup is not None:
-            parts.backup.close(CLOSE_TIMEOUT_S)
-        engine.close()
-        meeting.close()
+    return materials, meeting
 
 
 def _loop(

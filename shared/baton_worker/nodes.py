@@ -27,7 +27,7 @@ from baton_core.request import Incarnation
 from baton_io.codec import Codec, FrameError
 from baton_io.ipc import TO_APP, TO_RANK
 from baton_io.registry_client import url_of
-from baton_worker.config import WorkerConfig
+from baton_worker.config import WILDCARD_HOSTS, WorkerConfig
 from baton_worker.rank_link import FRAME_BYTES_MAX, FromRank, ToRank
 from baton_worker.rank_plan import NODES_PORT_OFFSET
 from baton_worker.rank_process import Heard, Rank
@@ -200,11 +200,13 @@ class Hub:
         """Listen. Raises EngineError when the port cannot be had."""
         self._socket = node_socket(self._context, zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a node that connects again has its old name
-        address = hub_address(self._config)
+        # Where everything else of this worker listens: loopback unless told otherwise (--host).
+        host, port = self._config.host, self._config.init_address[1] + NODES_PORT_OFFSET
+        listening = f"tcp://*:{port}" if host in WILDCARD_HOSTS else url_of(host, port).replace("http://", "tcp://")
         try:
-            self._socket.bind(f"tcp://*:{address.rpartition(':')[2]}")
+            self._socket.bind(listening)
         except zmq.ZMQError as error:
-            raise EngineError(f"the nodes of this worker cannot meet at {address}: {error}") from error
+            raise EngineError(f"the nodes of this worker cannot meet at {listening}: {error}") from error
 
     async def run(self) -> None:
         """Read, and watch the other nodes, until cancelled."""

@@ -4,7 +4,7 @@ import asyncio
 import time
 import uuid
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -30,6 +30,8 @@ PROBE_MS: Millis = 20_000
 
 SNAPSHOT_MS: Millis = 2_000
 CONTROL_BYTES_MAX = 64 * 1024
+
+Body = TypeVar("Body")
 
 QUEUES_OF_LOAD = {
     "num_running_reqs": ("running", "computing", "forwarding"),
@@ -245,16 +247,9 @@ class Ops:
 
     async def abort_request(self, request: HttpRequest) -> Response:
         """End one live request by its id, or all. An id that is not live is ignored."""
-        worker = self._worker
-        try:
-            raw = await read_body(request, CONTROL_BYTES_MAX)
-            body = msgspec.json.decode(raw or b"{}", type=AbortBody)
-        except ClientDisconnect:
-            return Response(status_code=499)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            return failure(ClientError(f"the body is not valid: {error}").verdict, worker.limits)
-        except ClientError as error:
-            return failure(error.verdict, worker.limits)
+        worker, body = self._worker, await self._control_body(request, AbortBody)
+        if isinstance(body, Response):
+            return body
         verdict = Verdict(reason=Reason.ABORTED, text="aborted by request")
         stream = worker.streams.find(body.rid) if body.rid else None
         if body.abort_all:
@@ -265,18 +260,23 @@ class Ops:
 
     async def pause_generation(self, request: HttpRequest) -> Response:
         """Compute nothing until `/continue_generation`; what runs is aborted, kept in place, or retracted."""
-        worker = self._worker
+        worker, body = self._worker, await self._control_body(request, PauseBody)
+        if isinstance(body, Response):
+            return body
+        worker.units.tell_all(Pause(mode=body.mode))
+        return json_response({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def _control_body(self, request: HttpRequest, kind: type[Body]) -> Body | Response:
+        """The body of a control request, or the answer to one that has none that will do."""
         try:
             raw = await read_body(request, CONTROL_BYTES_MAX)
-            body = msgspec.json.decode(raw or b"{}", type=PauseBody)
+            return msgspec.json.decode(raw or b"{}", type=kind)
         except ClientDisconnect:
             return Response(status_code=499)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            return failure(ClientError(f"the body is not valid: {error}").verdict, worker.limits)
+            return failure(ClientError(f"the body is not valid: {error}").verdict, self._worker.limits)
         except ClientError as error:
-            return failure(error.verdict, worker.limits)
-        worker.units.tell_all(Pause(mode=body.mode))
-        return json_response({"message": "Generation paused successfully.", "status": "ok"})
+            return failure(error.verdict, self._worker.limits)
 
     async def continue_generation(self, _request: HttpRequest) -> Response:
         """Compute again."""

@@ -127,7 +127,7 @@ def test_a_page_order_out_of_range_cannot_be_made(wrong: dict[str, object]) -> N
 
 @pytest.mark.parametrize("room", [0, 1, ROOM_MAX])
 def test_a_metadata_row_survives_its_bytes(room: int) -> None:
-    row = MetadataRow(room=room, attempt=3, first_token=-1, cached_tokens=4, prompt_tokens=5, kv_checksum=6)
+    row = MetadataRow(room=room, attempt=3, first_token=-1, cached_tokens=4, prompt_tokens=5)
     assert len(row.pack()) == ROW_BYTES
     assert MetadataRow.unpack(row.pack()) == row
     top = ((7, -1.5), (8, -2.0))
