@@ -54,7 +54,7 @@ def test_a_refusal_whose_reason_came_is_no_failure_of_the_transfer() -> None:
     known, unknown = attempt(table, 1), attempt(table, 2)
     table.refused(known, "decode refused the pages")
     table.refused(unknown, "decode refused the pages")
-    table.revoke(1, 1)  # the core heard why, and ended the request
+    table.forget(1, 1)  # the core heard why, and ended the request
     while table.observe(2, 1).poll is not KVPoll.Failed:
         assert pokes.next()
     assert known.reason is None

@@ -252,7 +252,7 @@ class AttemptTable:
         with self._lock:
             while self._refused and self._refused[0][0] <= time.monotonic():
                 _, one, text = self._refused.popleft()
-                if not one.revoked:  # else the word came
+                if self._attempts.get((one.room, one.attempt)) is one:  # else the word came, and all is over
                     self._fail(one, Reason.TRANSFER_FAILED, text)
             if self._refused:
                 self._when_grace_ends()
