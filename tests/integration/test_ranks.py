@@ -112,8 +112,11 @@ async def _as_before(worker: Worker, before: list[dict[str, float]]) -> bool:
     ]
 
 
-async def test_a_stopped_rank_is_named_and_its_worker_exits(folder: Path, tmp_path: Path) -> None:
-    pair = started(tmp_path, folder, {"tp": 2}, {})
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"dp": 2, "dp_attention": True}], ids=["TP2", "DPA2"])
+async def test_a_stopped_rank_is_named_and_its_worker_exits(
+    layout: dict[str, object], folder: Path, tmp_path: Path
+) -> None:
+    pair = started(tmp_path, folder, layout, {})
     try:
         os.kill(pair.prefill.rank_pids()[1], signal.SIGSTOP)
         began = time.monotonic()
