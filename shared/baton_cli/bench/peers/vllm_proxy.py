@@ -11,6 +11,8 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from baton_cli.bench.client import KEEPALIVE_SECONDS
+
 REMOTE_DECODE = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -28,7 +30,9 @@ def make_app(prefill: str, decode: str) -> web.Application:
 
     async def session(app: web.Application) -> AsyncIterator[None]:
         timeout = aiohttp.ClientTimeout(total=600)
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as opened:
+        # Its servers are paused while ours are measured, and give idle connections up meanwhile.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as opened:
             app[SESSION] = opened
             yield
 
