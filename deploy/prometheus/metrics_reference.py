@@ -78,6 +78,9 @@ ENTRIES: tuple[Entry, ...] = (
     _of("router", "degraded_total", "counter", "", "Choices of a decode worker alone for want of a prefill worker.",
         "requests"),
     _of("router", "broken_streams_total", "counter", "", "Answers that had begun and ended with an error.", "requests"),
+    _of("router", "first_token_waiting_requests", "gauge", "", "Requests that wait for their first token."),
+    _of("router", "first_token_expected_seconds", "gauge", "",
+        "How long one more request would wait for its first token (0: too few wait to say)."),
     _of("router", "open_breakers", "gauge", "", "Targets whose breaker lets nothing through now.", "targets"),
     _of("router", "workers", "gauge", "role state", "Workers known; all combinations are there, most at 0."),
     _of("router", "target_legs_total", "counter", f"{TARGET} outcome", "Legs that ended well (`served`), or by the target's "

@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 
-from contract.fake_workers import World, decodes, decodes_slowly, error_of, free_port, is_silent, world
+from baton_core.routing.pace import FREE_WAITERS
+from contract.fake_workers import (
+    World,
+    decodes,
+    decodes_slowly,
+    error_of,
+    free_port,
+    is_silent,
+    prefills,
+    world,
+)
 
 KEYS = """
 [keys.search]
@@ -146,3 +156,32 @@ async def test_a_router_whose_file_of_keys_makes_no_sense_does_not_start(tmp_pat
     _, said = await asyncio.wait_for(router.communicate(), 30)
     assert router.returncode == 1
     assert b"keys.a needs either a key or its sha256" in said
+
+
+async def test_who_would_wait_too_long_for_a_first_token_is_told_so_before_any_worker_hears_of_it() -> None:
+    async with world(first_token_ms=200) as w:
+        await until_status(w, 200)
+        w.prefill[0].script, w.decode[0].script = is_silent, is_silent
+        seen = len(w.decode[0].received)
+        waiting = [asyncio.create_task(status_of(w)) for _ in range(FREE_WAITERS + 1)]
+        async with asyncio.timeout(5):
+            while len(w.decode[0].received) < seen + len(waiting) or await expected_wait_s(w) < 0.2:
+                pass
+        async with w.client.post(json={"text": "x"}) as response:
+            assert response.status == 503
+            assert int(response.headers["retry-after"]) >= 1
+            assert "200 ms" in (await response.json())["error"]["message"]
+        assert len(w.decode[0].received) == seen + len(waiting)
+        _, scrape = await w.client.get("/metrics")
+        assert 'admission_rejections_total{reason="overloaded"} 1.0' in scrape
+        assert f"baton_router_first_token_waiting_requests {len(waiting)}.0" in scrape
+        for task in waiting:
+            task.cancel()
+        await w.idle()
+        w.prefill[0].script, w.decode[0].script = prefills, decodes
+        assert (await status_of(w))[0] == 200
+
+
+async def expected_wait_s(w: World) -> float:
+    _, scrape = await w.client.get("/metrics")
+    return float(scrape.partition("\nbaton_router_first_token_expected_seconds ")[2].partition("\n")[0])

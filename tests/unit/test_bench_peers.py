@@ -1,6 +1,8 @@
 """Rivals of `baton bench compare`: the line protocol, the virtual environment, the proxy; no engine is installed."""
 
 import io
+import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +20,7 @@ from baton_cli.bench.peers import shim_rival as shims
 from baton_cli.bench.peers.rival import Cell
 from baton_cli.bench.peers.shim_rival import Shim, shim_rival
 from baton_cli.bench.peers.venv import Install, Shell, ensure_venv
-from baton_cli.bench.peers.vllm import VERSION, repair
+from baton_cli.bench.peers.vllm import VERSION, repair, tune
 from baton_cli.bench.peers.vllm_proxy import make_app
 from baton_cli.bench.prompts import Prompts
 from baton_cli.errors import CliError, UsageError
@@ -181,3 +183,30 @@ async def test_the_proxy_gives_decode_what_prefill_answered() -> None:
     assert asked["decode"] == body | {"kv_transfer_params": {"remote_block_ids": [1, 2]}}
     for server in servers:
         await server.close()
+
+
+SPINNER = """
+import sys, threading
+stop = threading.Event()
+def spin():
+    print(threading.get_native_id(), flush=True)
+    while True: pass
+threading.Thread(target=spin, daemon=True).start()
+stop.wait()
+"""
+
+
+def test_only_the_thread_that_spins_is_put_behind_the_others_of_its_process() -> None:
+    core = min(os.sched_getaffinity(0))
+    argv = [sys.executable, "-c", SPINNER]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            assert process.stdout is not None
+            spinning = int(process.stdout.readline())
+            tune({process.pid: str(core)})
+            threads = [int(task.name) for task in Path(f"/proc/{process.pid}/task").iterdir()]
+            assert {thread for thread in threads if os.sched_getscheduler(thread) == os.SCHED_IDLE} == {spinning}
+            assert all(os.sched_getaffinity(thread) == {core} for thread in threads)
+            assert len(threads) == 2
+        finally:
+            process.kill()

@@ -19,6 +19,7 @@ from baton_core.errors import Reason, Verdict
 from baton_core.limits import Millis
 from baton_core.routing.breaker import BreakerLimits, BreakerState, RetryBudget
 from baton_core.routing.fairness import FairQueue
+from baton_core.routing.pace import Pace
 from baton_core.routing.pair import ByRank, Policies
 from baton_core.routing.policies import PolicyName, make_policy
 from baton_core.routing.ranks import DpMode
@@ -219,14 +220,17 @@ def build(config: RouterConfig, draw: Callable[[int], int]) -> AsgiApp:
     names = PolicyName(config.prefill_policy), PolicyName(config.decode_policy)
     recent = Recent()
     tracing = open_tracing("baton-router", f"{draw(64):016x}", config.otlp_endpoint, config.trace_ratio)
+    pace = Pace(longest_ms=config.first_token_ms)
+    metrics.waits_from(lambda: pace.waiting, lambda: pace.expected_ms(1000 * asyncio.get_running_loop().time()) / 1000)
     dispatch = Dispatch(
-        road=_road(config, directory, upstream, metrics, draw),
+        road=_road(config, directory, upstream, metrics, pace, draw),
         door=door,
+        pace=pace,
         metrics=metrics,
         recent=recent,
         tracing=tracing,
         limits=config.limits,
-        needs=needs_of(*names, tokens=config.poll_loads or config.local_prompt_tokens > 0),
+        needs=needs_of(*names, tokens=config.poll_loads or config.local_prompt_tokens > 0 or config.first_token_ms > 0),
     )
     control = Control(
         config=config,
@@ -289,6 +293,7 @@ def _road(
     directory: Directory,
     upstream: Upstream,
     metrics: RouterMetrics,
+    pace: Pace,
     draw: Callable[[int], int],
 ) -> Road:
     settings = RoadSettings(
@@ -314,6 +319,7 @@ def _road(
         metrics=metrics,
         settings=settings,
         budget=budget,
+        pace=pace,
         draw=draw,
     )
 

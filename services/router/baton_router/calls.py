@@ -77,6 +77,7 @@ class Calls:
             headers=self._headers(trip, fields) | ({} if span is None else span.headers),
             wants_scores=continuation is None and trip.scores is None and asks_for_scores(exchange.route, fields),
             continues=continuation is not None,
+            streams=_streams(fields),
         )
 
     async def register(self, room: int, pair: Pair) -> Failure | None:
@@ -115,7 +116,7 @@ class Calls:
         }
         if settings.worker_key is not None:
             headers["authorization"] = f"Bearer {settings.worker_key}"
-        if settings.migrations and bytes(fields.get("stream", b"")) == b"true":
+        if settings.migrations and _streams(fields):
             headers[TOKEN_IDS_HEADER] = "1"
         return headers
 
@@ -134,3 +135,8 @@ class Calls:
         if prefill.dp_rank is None:
             return wanted or self.room()
         return draw_room(self._draw(ROOM_BITS), dp_size=prefill.worker.dp_size, dp_rank=prefill.dp_rank)
+
+
+def _streams(fields: Fields) -> bool:
+    """Whether the client asks for a stream."""
+    return bytes(fields.get("stream", b"")) == b"true"

@@ -25,6 +25,7 @@ HIGHEST = {
     "retries_burst": 1_000_000,
     "queue_max": 1_000_000,
     "local_prompt_tokens": 1_000_000,
+    "first_token_ms": 86_400_000,
 }
 
 
@@ -77,6 +78,11 @@ class RouterConfig:
     concurrent_max: int = option(4_096, "requests under way; further ones wait in the queue")
     queue_max: int = option(1_024, "requests that wait; further ones get 503 with Retry-After")
     queue_ms: int = option(30_000, "longest wait in the queue")
+    first_token_ms: int = option(
+        30_000,
+        "longest wait for a first token: who is expected to wait longer, behind those that do, gets 503 with "
+        "Retry-After at once; 0: nobody",
+    )
     keys_file: str | None = option(None, "TOML file of API keys with quotas and priorities; none: open to everyone")
     worker_key: str | None = option(None, "API key sent to workers; the client's own never is")
     admin_host: str = option("127.0.0.1", "address of the admin routes")

@@ -11,6 +11,7 @@ import structlog
 
 from baton_core.errors import Reason, Verdict
 from baton_core.limits import Limits
+from baton_core.routing.pace import Pace
 from baton_core.routing.pair import Pair
 from baton_io.tracing import TRACEPARENT, TRACESTATE, Span, Tracing
 from baton_router.door import Admitted, Door
@@ -28,7 +29,7 @@ from baton_router.exchange import (
     request_id,
 )
 from baton_router.facts import Needs, ask_of
-from baton_router.failures import CLIENT_GONE_STATUS, Failure, own_failure
+from baton_router.failures import CLIENT_GONE_STATUS, Failure, Rejection, own_failure, turned_away
 from baton_router.fanout import serve_parts
 from baton_router.metrics import RouterMetrics
 from baton_router.parts import split
@@ -47,6 +48,7 @@ class Dispatch:
         *,
         road: Road,
         door: Door,
+        pace: Pace,
         metrics: RouterMetrics,
         recent: Recent,
         limits: Limits,
@@ -55,6 +57,7 @@ class Dispatch:
     ) -> None:
         self._road = road
         self._door = door
+        self._pace = pace
         self._metrics, self._recent = metrics, recent
         self._limits = limits
         self._needs = needs
@@ -111,12 +114,28 @@ class Dispatch:
             self._door.leave(guest)
 
     async def _serve(self, trip: Trip, headers: dict[bytes, bytes], body: bytes, guest: Admitted) -> Failure | None:
+        overload = self._overload()
+        if overload is not None:
+            return overload
         fields = parse_fields(body)
         parts = split(trip.exchange.route, fields, trip.exchange.rid)
         if parts is not None:
             return await serve_parts(self._road, trip, parts, lambda part: ask_of(part, headers, self._needs))
         trip.ask = ask_of(fields, headers, self._needs)
         return await self._road.serve(trip, fields)
+
+    def _overload(self) -> Failure | None:
+        """The refusal of a request that would wait too long, before it costs any worker anything."""
+        now_ms = asyncio.get_running_loop().time() * 1000
+        too_long_by_ms = self._pace.too_long_by_ms(now_ms)
+        if not too_long_by_ms:
+            return None
+        expected_ms = self._pace.expected_ms(now_ms)
+        text = (
+            f"{self._pace.waiting} requests wait for their first token; one more would wait about {expected_ms:.0f} ms, "
+            f"and the most is {self._pace.longest_ms} ms (first_token_ms)"
+        )
+        return turned_away(Rejection.OVERLOADED, text, retry_after_s=too_long_by_ms / 1000)
 
     async def _fail(self, exchange: Exchange, failure: Failure) -> None:
         if failure.rejection is not None:

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 
 from baton_core.errors import Reason, Verdict
 from baton_core.limits import Millis
+from baton_core.routing.pace import Waiter
 from baton_core.routing.pair import Pair
 from baton_core.routing.workers import Target, Worker
 from baton_router.directory import Directory
@@ -50,6 +51,7 @@ class Call:
     headers: Mapping[str, str]
     wants_scores: bool = False
     continues: bool = False
+    streams: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,8 +141,11 @@ class Leg(Generic[T]):
 class Attempt:
     """Both legs of one room. `end` or `leave` must follow."""
 
-    def __init__(self, pair: Pair, call: Call, *, upstream: Upstream, directory: Directory) -> None:
+    def __init__(
+        self, pair: Pair, call: Call, *, upstream: Upstream, directory: Directory, waiter: Waiter | None = None
+    ) -> None:
         self.pair = pair
+        self._waiter = waiter  # for a first token
         self._prefill: Leg[Scores | None] | None = None
         if pair.prefill is not None:
             consume = _read_scores if call.wants_scores else _drop
@@ -161,6 +166,8 @@ class Attempt:
             pending = [task for task in pending if not task.done()]
             for task in finished:
                 result = task.result()
+                if self._waiter is not None and not isinstance(result, Failure):
+                    self._waiter.came(_now_ms())  # prefill's answer is its end, and decode's begins with it
                 if isinstance(result, FirstBytes):
                     return result
                 if isinstance(result, Failure):
@@ -186,6 +193,8 @@ class Attempt:
 
     def end(self) -> None:
         """Close both legs. Harmless when repeated."""
+        if self._waiter is not None:
+            self._waiter.gave_up(_now_ms())
         self._decode.end()
         if self._prefill is not None:
             self._prefill.end()
@@ -251,6 +260,10 @@ async def _told(worker: Worker, answer: Answer) -> Failure:
 def _stands(failure: Failure) -> bool:
     """Whether no other leg's failure could explain this one better."""
     return failure.is_root_cause or failure.kind in CAUSES
+
+
+def _now_ms() -> float:
+    return asyncio.get_running_loop().time() * 1000
 
 
 def _blame(worker: Worker, error: UpstreamError) -> str:

@@ -120,6 +120,14 @@ class RouterMetrics:
         self._degraded = Counter(
             "baton_router_degraded", "Choices of a decode worker alone for want of a prefill worker", registry=registry
         )
+        self._first_token_waiting = Gauge(
+            "baton_router_first_token_waiting_requests", "Requests that wait for their first token", registry=registry
+        )
+        self._first_token_wait = Gauge(
+            "baton_router_first_token_expected_seconds",
+            "How long one more request would wait for its first token (0: too few wait to say)",
+            registry=registry,
+        )
         self._open_breakers = Gauge(
             "baton_router_open_breakers", "Targets whose breaker lets nothing through now", registry=registry
         )
@@ -181,6 +189,11 @@ class RouterMetrics:
     def open_breakers_from(self, count: Callable[[], float]) -> None:
         """Where a scrape learns how many breakers are open."""
         self._open_breakers.set_function(count)
+
+    def waits_from(self, waiting: Callable[[], float], expected_s: Callable[[], float]) -> None:
+        """Where a scrape learns how many wait for a first token, and how long one more would."""
+        self._first_token_waiting.set_function(waiting)
+        self._first_token_wait.set_function(expected_s)
 
     def targets_from(self, figures: Callable[[], Iterable[TargetFigures]]) -> None:
         """Where a scrape learns about each target."""

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from baton_core.errors import Reason, Verdict
 from baton_core.routing.breaker import RetryBudget
+from baton_core.routing.pace import Pace, Waiter
 from baton_core.routing.pair import Draws, NoPair, Pair, Policies
 from baton_core.routing.workers import Role
 from baton_io.tracing import Span
@@ -24,7 +25,7 @@ from baton_router.directory import Directory
 from baton_router.exchange import Fields
 from baton_router.failures import RETRYABLE, Failure, FailureKind, leg_failure, own_failure
 from baton_router.journal import TOKEN_IDS_HEADER, Journal
-from baton_router.legs import Attempt, FirstBytes
+from baton_router.legs import Attempt, Call, FirstBytes
 from baton_router.merged import merged
 from baton_router.metrics import RouterMetrics
 from baton_router.trip import Trip
@@ -47,6 +48,7 @@ class Road:
         metrics: RouterMetrics,
         settings: RoadSettings,
         budget: RetryBudget,
+        pace: Pace,
         draw: Callable[[int], int],
     ) -> None:
         self._directory = directory
@@ -55,6 +57,7 @@ class Road:
         self._metrics = metrics
         self._settings = settings
         self._budget = budget
+        self._pace = pace
         self._draw = draw  # a random integer of that many bits
         self._calls = Calls(settings=settings, upstream=upstream, draw=draw)
 
@@ -160,7 +163,8 @@ class Road:
         unregistered = await self._calls.register(trip.room, pair)
         if unregistered is not None:
             return unregistered
-        attempt = Attempt(pair, call, upstream=self._upstream, directory=self._directory)
+        waiter = self._waiter(trip, call, pair)
+        attempt = Attempt(pair, call, upstream=self._upstream, directory=self._directory, waiter=waiter)
         try:
             outcome = await attempt.outcome()
             if isinstance(outcome, FirstBytes) and call.wants_scores:
@@ -179,6 +183,12 @@ class Road:
         await attempt.ended()
         self._blame(pair, failure)
         return failure
+
+    def _waiter(self, trip: Trip, call: Call, pair: Pair) -> Waiter | None:
+        """One more that waits for a first token; None where its coming is not seen, or it came before."""
+        if call.continues or (pair.prefill is None and not call.streams):
+            return None
+        return self._pace.begin(trip.ask.prompt_tokens, asyncio.get_running_loop().time() * 1000)
 
     async def _scored(self, trip: Trip, attempt: Attempt, first: FirstBytes) -> FirstBytes | Failure:
         """Decode's answer with the prompt's logprobs; prefill has them at the time of decode's first token."""

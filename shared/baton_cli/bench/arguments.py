@@ -10,10 +10,10 @@ ROUTES = ("/v1/completions", "/generate")
 
 
 def add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add `bench` with its five subcommands."""
+    """Add `bench` with its six subcommands."""
     parser = commands.add_parser(
         "bench",
-        help="measure: a server that runs, the price of a handoff, interference, other engines, routing policies",
+        help="measure: a server that runs, the price of a handoff, interference, overload, other engines, routing policies",
         description="Measure. Prompts are random token ids, the same for the same --seed, and no two alike.",
         allow_abbrev=False,
     )
@@ -21,6 +21,7 @@ def add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     _add_serve(kinds)
     _add_handoff(kinds)
     _add_interference(kinds)
+    _add_overload(kinds)
     _add_compare(kinds)
     add_route(kinds)
 
@@ -94,6 +95,30 @@ def _add_interference(kinds: "argparse._SubParsersAction[argparse.ArgumentParser
     group.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of each phase [default %(default)g]")
     group.add_argument("--cores", default="0/1", metavar="P/D", help="cores of prefill / decode [default %(default)s]")
     group.add_argument("--transfer", choices=("auto", "shm", "tcp"), help="how the KV cache travels")
+    _stack(group)
+    _json(group)
+
+
+def _add_overload(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = kinds.add_parser(
+        "overload",
+        help="goodput as the load grows past what a stack can do",
+        description="Find what a disaggregated stack can do, then let requests arrive at shares of that rate, and count "
+        "those that are answered within the bounds. What the router refuses at once costs no worker anything.",
+        allow_abbrev=False,
+    )
+    group = parser.add_argument_group("what to measure")
+    group.add_argument("--shares", default="0.5,0.8,1,1.5,2,3", metavar="S,…", help="[default %(default)s]")
+    group.add_argument(
+        "--goodput",
+        default="ttft_ms=3000,tpot_ms=200",
+        metavar="BOUNDS",
+        help="what a good request keeps, as for serve [default %(default)s]",
+    )
+    group.add_argument("--input-tokens", type=int, default=128, metavar="L", help="[default %(default)s]")
+    group.add_argument("--output-tokens", type=int, default=32, metavar="M", help="[default %(default)s]")
+    group.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of each share [default %(default)g]")
+    group.add_argument("--cores", default="0/1", metavar="P/D", help="cores of prefill / decode [default %(default)s]")
     _stack(group)
     _json(group)
 

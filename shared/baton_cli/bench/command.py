@@ -1,4 +1,4 @@
-"""`baton bench`: from parsed arguments to one of the five measurements."""
+"""`baton bench`: from parsed arguments to one of the six measurements."""
 
 import argparse
 from collections.abc import Mapping
@@ -8,6 +8,7 @@ from baton_cli.bench.client import check_url
 from baton_cli.bench.compare import Compare, compare
 from baton_cli.bench.handoff import HandoffBench, handoff
 from baton_cli.bench.interference import InterferenceBench, interference
+from baton_cli.bench.overload import OverloadBench, overload
 from baton_cli.bench.prompts import LOWEST_ID
 from baton_cli.bench.route import route, route_bench
 from baton_cli.bench.sample import Load
@@ -31,6 +32,8 @@ def bench(arguments: argparse.Namespace, environ: Mapping[str, str], screen: Scr
             return handoff(_handoff(arguments), environ, screen, interrupt)
         if arguments.bench == "interference":
             return interference(_interference(arguments), environ, screen, interrupt)
+        if arguments.bench == "overload":
+            return overload(_overload(arguments), environ, screen, interrupt)
         if arguments.bench == "route":
             return route(route_bench(arguments), screen, interrupt)
         return compare(_compare(arguments), environ, screen, interrupt)
@@ -103,6 +106,22 @@ def _interference(arguments: argparse.Namespace) -> InterferenceBench:
     )
 
 
+def _overload(arguments: argparse.Namespace) -> OverloadBench:
+    return OverloadBench(
+        shares=_shares(arguments.shares),
+        bounds=parse_bounds(arguments.goodput),
+        input_tokens=arguments.input_tokens,
+        output_tokens=arguments.output_tokens,
+        seconds=arguments.seconds,
+        cores=_pair(arguments.cores),
+        model=arguments.model,
+        dtype=arguments.dtype,
+        settings=_settings(arguments),
+        seed=arguments.seed,
+        json=arguments.json,
+    )
+
+
 def _compare(arguments: argparse.Namespace) -> Compare:
     cores = arguments.cores or ("0/1" if arguments.peer == "vllm-pd" else "0")
     return Compare(
@@ -130,6 +149,13 @@ def _numbers(flag: str, text: str) -> tuple[int, ...]:
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise UsageError(f"{flag} {text}: write it as numbers above 0 with commas between them, such as 128,1024")
     return tuple(int(part) for part in parts)
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(",") if part.strip())
+    except ValueError as error:
+        raise UsageError(f"--shares {text}: write them as numbers with commas between them, such as 0.5,1,3") from error
 
 
 def _pair(text: str) -> tuple[str, str]:

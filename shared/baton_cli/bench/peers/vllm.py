@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from baton_cli.bench.peers.rival import HttpRival
@@ -19,7 +20,7 @@ from baton_cli.bench.peers.venv import Install, Shell
 from baton_cli.errors import CliError, Interrupted
 from baton_cli.layout import HOST, ProcessSpec
 from baton_cli.ports import free_ports
-from baton_cli.processes import Running, describe_exit, get_json, log_tail, spawn, stop
+from baton_cli.processes import Running, describe_exit, get_json, log_tail, post_json, spawn, stop
 from baton_cli.show import DIM, Screen
 
 VERSION = "0.32.0"
@@ -27,7 +28,8 @@ START_TIMEOUT_SECONDS = 600.0
 POLL_SECONDS = 0.5
 LINE_SECONDS = 20.0
 LOOK_SECONDS = 2.0
-SPINNING_SHARE = 0.5
+SPINNING_SHARE = 0.1
+FIRST_ANSWER_SECONDS = 120.0
 EXPORT = Path(__file__).with_name("export_hf.py")
 KV_TRANSFER = '{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_buffer_device":"cpu"}'
 
@@ -69,6 +71,23 @@ class Vllm:
         return self.directory / f"{self.model.stem}-hf"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thread:
+    """One thread of a server."""
+
+    process: int
+    id: int
+
+    def cpu_s(self) -> float:
+        """Time that it has used; 0 once it is gone. (`/proc/ID/stat` has that of its whole process.)"""
+        try:
+            stat = Path(f"/proc/{self.process}/task/{self.id}/stat").read_text(encoding="utf-8", errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            return 0.0
+        fields = stat.rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def prepare(vllm: Vllm, shell: Shell) -> None:
     """What is needed once: the package's own name, and the model in a form that vLLM reads. Raises CliError."""
     repair(vllm.python)
@@ -106,8 +125,8 @@ def vllm_rival(
         processes += [spawn(spec, _environment(environ, vllm)) for spec in specs]
         _wait(processes, screen, interrupted)
         if pair:
-            for process, core in zip(processes, vllm.cores, strict=False):
-                tune(process.identity.pid, core)
+            _ask_once(processes[-1].spec.url, str(vllm.exported))  # some threads begin to spin with the first transfer
+            tune({process.identity.pid: core for process, core in zip(processes, vllm.cores, strict=False)})
         yield VllmRival(
             name="vllm-pd" if pair else "vllm",
             url=processes[-1].spec.url,
@@ -117,22 +136,35 @@ def vllm_rival(
         )
 
 
-def tune(leader: int, core: str) -> None:
+def tune(cores: Mapping[int, str]) -> None:
     """Undo two faults of vLLM's pairs on small machines: compute threads of both on the last core, spinning threads.
 
-    Every thread of the session goes back to its core; threads that spin while nothing is asked run only when it idles.
+    `cores` has the leader of each idle server's session. Every thread goes back to its core first; whatever then uses a
+    share of it spins, and runs from now on only when that core idles.
     """
-    threads = _threads(leader)
-    before = {thread: _cpu_s(thread) for thread in threads}
+    threads = {thread: core for leader, core in cores.items() for thread in _threads(leader)}
+    for thread, core in threads.items():
+        _unless_gone(partial(os.sched_setaffinity, thread.id, {int(core)}))
+    before = {thread: thread.cpu_s() for thread in threads}
     time.sleep(LOOK_SECONDS)
-    for thread in threads:
-        used_s = _cpu_s(thread) - before[thread]
-        try:
-            os.sched_setaffinity(thread, {int(core)})
-            if used_s > SPINNING_SHARE * LOOK_SECONDS:
-                os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
-        except ProcessLookupError:
-            continue  # it ended meanwhile
+    for thread, used_s in before.items():
+        if thread.cpu_s() - used_s > SPINNING_SHARE * LOOK_SECONDS:
+            _unless_gone(partial(os.sched_setscheduler, thread.id, os.SCHED_IDLE, os.sched_param(0)))
+
+
+def _unless_gone(act: Callable[[], None]) -> None:
+    try:
+        act()
+    except ProcessLookupError:
+        return  # the thread ended meanwhile
+
+
+def _ask_once(url: str, model: str) -> None:
+    """One answer, to its end. Raises CliError."""
+    body = {"model": model, "prompt": "once", "max_tokens": 4, "stream": False}
+    status, content = post_json(f"{url}/v1/completions", body, timeout_seconds=FIRST_ANSWER_SECONDS)
+    if status != 200:
+        raise CliError(f"vllm-pd answered its first request with {status}: {content}")
 
 
 def _server(vllm: Vllm, index: int, port: int, side_port: int, pair: bool) -> ProcessSpec:
@@ -219,21 +251,16 @@ def _signal_sessions(leaders: Sequence[int], number: signal.Signals) -> None:
             continue
 
 
-def _threads(leader: int) -> list[int]:
+def _threads(leader: int) -> list[Thread]:
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             session = int(stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[3])
             if session == leader:
-                found += [int(task.name) for task in (stat.parent / "task").iterdir()]
+                found += [
+                    Thread(process=int(stat.parent.name), id=int(task.name))
+                    for task in (stat.parent / "task").iterdir()
+                ]
         except (FileNotFoundError, ProcessLookupError):
             continue
     return found
-
-
-def _cpu_s(thread: int) -> float:
-    try:
-        fields = Path(f"/proc/{thread}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

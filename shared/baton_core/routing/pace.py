@@ -1,0 +1,82 @@
+"""How fast first tokens come, and so how long one more request would wait for its own. Pure.
+
+The router counts who waits for a first token, and how many prompt tokens came through lately; by Little's law their
+quotient is the wait. Whatever is short, prefill's time or decode's pages, shows in it. A request that would wait too long
+is better told so at once than served when nobody listens any more.
+"""
+
+from baton_core.limits import Millis
+
+HALF_LIFE_MS: Millis = 4_000
+"""Of what is remembered about the rate."""
+FREE_WAITERS = 8
+"""So few may always wait: too few to judge by, and what keeps a fleet that stands still from refusing for ever."""
+
+
+class Pace:
+    """Of one router. Times are of any one clock that never goes back; `longest_ms` 0 refuses nobody."""
+
+    def __init__(self, *, longest_ms: Millis) -> None:
+        self.longest_ms = longest_ms
+        self._at_ms = 0.0
+        self._busy_ms = 0.0  # of late, while somebody waited
+        self._came_tokens = 0.0  # of late: prompts whose first token came
+        self.waiting = 0
+        self._waiting_tokens = 0
+
+    def begin(self, prompt_tokens: int, now_ms: float) -> "Waiter":
+        """A request goes to its workers. A prompt of unknown length (0) counts as one token, like all others then."""
+        self._advance(now_ms)
+        waiter = Waiter(self, max(1, prompt_tokens))
+        self.waiting += 1
+        self._waiting_tokens += waiter.tokens
+        return waiter
+
+    def expected_ms(self, now_ms: float) -> float:
+        """How long one more request would wait for its first token behind those that do; 0 while too few are known."""
+        self._advance(now_ms)
+        if self.waiting <= FREE_WAITERS or not self._came_tokens:
+            return 0.0
+        return self._waiting_tokens * self._busy_ms / self._came_tokens
+
+    def too_long_by_ms(self, now_ms: float) -> float:
+        """By how much that is beyond what anybody should wait: above 0 a new request is refused."""
+        return max(0.0, self.expected_ms(now_ms) - self.longest_ms) if self.longest_ms else 0.0
+
+    def leave(self, tokens: int, now_ms: float, *, came: bool) -> None:
+        """A waiter's own call."""
+        self._advance(now_ms)
+        self.waiting -= 1
+        self._waiting_tokens -= tokens
+        if came:
+            self._came_tokens += tokens
+
+    def _advance(self, now_ms: float) -> None:
+        """Time passes; it counts only while somebody waits."""
+        passed_ms = max(0.0, now_ms - self._at_ms)
+        self._at_ms += passed_ms
+        if self.waiting:
+            kept: float = 0.5 ** (passed_ms / HALF_LIFE_MS)
+            self._busy_ms = self._busy_ms * kept + passed_ms
+            self._came_tokens *= kept
+
+
+class Waiter:
+    """One request that waits for its first token. `came` or `gave_up` must follow; what is said later changes nothing."""
+
+    def __init__(self, pace: Pace, tokens: int) -> None:
+        self._pace: Pace | None = pace
+        self.tokens = tokens
+
+    def came(self, now_ms: float) -> None:
+        """The first token came."""
+        self._leave(now_ms, came=True)
+
+    def gave_up(self, now_ms: float) -> None:
+        """It ended without one."""
+        self._leave(now_ms, came=False)
+
+    def _leave(self, now_ms: float, *, came: bool) -> None:
+        if self._pace is not None:
+            self._pace.leave(self.tokens, now_ms, came=came)
+            self._pace = None

@@ -1,0 +1,86 @@
+"""How long a new request would wait for its first token, and who is told so at once."""
+
+from baton_core.routing.pace import FREE_WAITERS, Pace, Waiter
+
+TOKENS = 128
+
+
+def served(pace: Pace, *, every_ms: float, since_ms: float, requests: int, behind: int) -> list[Waiter]:
+    """One first token every so often, while `behind` others wait; those that wait at the end."""
+    waiters = [pace.begin(TOKENS, since_ms) for _ in range(behind + 1)]
+    for number in range(requests):
+        now_ms = since_ms + (number + 1) * every_ms
+        waiters.pop(0).came(now_ms)
+        waiters.append(pace.begin(TOKENS, now_ms))
+    return waiters
+
+
+def test_the_wait_is_what_stands_before_it_over_the_rate() -> None:
+    pace = Pace(longest_ms=10_000)
+    served(pace, every_ms=100, since_ms=0, requests=200, behind=29)
+    assert abs(pace.expected_ms(20_000) - 30 * 100) < 300
+
+
+def test_a_prompt_weighs_what_its_tokens_do() -> None:
+    pace = Pace(longest_ms=10_000)
+    served(pace, every_ms=100, since_ms=0, requests=200, behind=29)
+    before_ms = pace.expected_ms(20_000)
+    pace.begin(30 * TOKENS, 20_000)
+    assert abs(pace.expected_ms(20_000) - 2 * before_ms) < 1
+
+
+def test_whoever_would_wait_too_long_is_refused_and_told_by_how_much() -> None:
+    pace = Pace(longest_ms=2_000)
+    waiters = served(pace, every_ms=100, since_ms=0, requests=200, behind=29)
+    assert 700 < pace.too_long_by_ms(20_000) < 1_300
+    for waiter in waiters[:15]:
+        waiter.gave_up(20_000)
+    assert pace.too_long_by_ms(20_000) == 0
+
+
+def test_a_few_may_always_wait_however_slow_it_is() -> None:
+    pace = Pace(longest_ms=1)
+    served(pace, every_ms=60_000, since_ms=0, requests=50, behind=FREE_WAITERS - 1)
+    assert pace.too_long_by_ms(3_000_000) == 0
+    pace.begin(TOKENS, 3_000_000)
+    assert pace.too_long_by_ms(3_000_000) > 0
+
+
+def test_nobody_is_refused_before_the_first_token_ever_nor_without_a_limit() -> None:
+    fresh = Pace(longest_ms=1)
+    for _ in range(1_000):
+        fresh.begin(TOKENS, 0)
+    assert fresh.too_long_by_ms(1_000) == 0
+    unlimited = Pace(longest_ms=0)
+    served(unlimited, every_ms=1_000, since_ms=0, requests=100, behind=100)
+    assert unlimited.expected_ms(100_000) > 50_000
+    assert unlimited.too_long_by_ms(100_000) == 0
+
+
+def test_a_fleet_that_stands_still_takes_no_more_and_takes_them_again_when_it_goes_on() -> None:
+    pace = Pace(longest_ms=5_000)
+    waiters = served(pace, every_ms=10, since_ms=0, requests=500, behind=29)
+    assert pace.too_long_by_ms(5_000) == 0
+    assert pace.too_long_by_ms(65_000) > 0
+    for number, waiter in enumerate(waiters):
+        waiter.came(65_000 + 10 * number)
+    assert pace.too_long_by_ms(65_300) == 0
+
+
+def test_what_is_said_of_a_waiter_twice_counts_once() -> None:
+    pace = Pace(longest_ms=1_000)
+    waiter = pace.begin(TOKENS, 0)
+    pace.begin(TOKENS, 0)
+    for _ in range(3):
+        waiter.came(10)
+        waiter.gave_up(20)
+    assert pace.waiting == 1
+
+
+def test_idle_time_says_nothing_about_the_rate() -> None:
+    pace = Pace(longest_ms=1_000)
+    for waiter in served(pace, every_ms=100, since_ms=0, requests=200, behind=0):
+        waiter.came(20_100)
+    for _ in range(20):
+        pace.begin(TOKENS, 3_600_000)
+    assert abs(pace.expected_ms(3_600_000) - 20 * 100) < 200
