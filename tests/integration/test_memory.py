@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from integration.stack import REQUEST_S, eventually, gold
-from integration.workers import Worker, answer_of, flags_of, stop_all
+from integration.workers import Worker, answer_of, flags_of, stop_all, streamed
 
 MODEL = "smollm2-135m-instruct"
 BETS = {"answer_share_start_percent": 1, "answer_share_floor_percent": 1}
@@ -108,6 +108,29 @@ async def test_a_paused_answer_is_retracted_and_goes_on_where_it_was(decode: Wor
         assert not asked.done()
         assert (await client.post(f"{decode.url}/continue_generation")).status_code == 200
     assert (await asked).json()["output_ids"] == wanted
+
+
+@pytest.mark.parametrize("every", [1, 3, 8])
+async def test_an_answer_that_is_taken_back_every_few_tokens_skips_none(
+    prefill: Worker, decode: Worker, every: int
+) -> None:
+    """F04 (scale: 32 tokens instead of 300)."""
+    prompt, wanted = prompts()[every % 8]
+    before, seen = told(decode, "counters")["retractions_total{way=recompute}"], 0
+
+    async def is_away() -> bool:
+        return told(decode, "gauges")["queue_requests{queue=retracted}"] == 1
+
+    async with httpx.AsyncClient(timeout=REQUEST_S) as client, streamed(prefill, decode, prompt, COUNT) as answers:
+        async for answer in answers:
+            if len(answer) // every > seen and len(answer) < COUNT:
+                seen = len(answer) // every
+                paused = await client.post(f"{decode.url}/pause_generation", json={"mode": "retract"})
+                assert paused.status_code == 200, paused.text
+                await eventually(is_away, "it has given its pages up")
+                assert (await client.post(f"{decode.url}/continue_generation")).status_code == 200
+    assert answer == wanted
+    assert told(decode, "counters")["retractions_total{way=recompute}"] > before
 
 
 @pytest.mark.slow

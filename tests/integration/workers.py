@@ -2,12 +2,14 @@
 
 import asyncio
 import itertools
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +96,37 @@ async def answer_of(
     **more: Any,
 ) -> tuple[httpx.Response, httpx.Response]:
     """Both legs of a fresh room, `prefill_more` on prefill's alone; prefill's and decode's answers."""
-    body: dict[str, Any] = {
+    body = leg_of(prefill, input_ids, count, **more)
+    async with httpx.AsyncClient(timeout=REQUEST_S) as client:
+        bodies = ((prefill, body | dict(prefill_more or {})), (decode, body))
+        legs = [client.post(f"{one.url}/generate", json=leg) for one, leg in bodies]
+        first, second = await asyncio.gather(*legs)
+        return first, second
+
+
+@asynccontextmanager
+async def streamed(
+    prefill: Worker, decode: Worker, input_ids: Sequence[int], count: int, **more: Any
+) -> AsyncIterator[AsyncIterator[list[int]]]:
+    """Both legs of a fresh room, as streams: all the answer's tokens so far, with each event of decode's."""
+    body = leg_of(prefill, input_ids, count, stream=True, **more)
+    async with httpx.AsyncClient(timeout=REQUEST_S) as client:
+        other = asyncio.create_task(client.post(f"{prefill.url}/generate", json=body))
+        async with client.stream("POST", f"{decode.url}/generate", json=body) as stream:
+            yield _tokens(stream)
+        assert (await other).status_code == 200
+
+
+async def _tokens(stream: httpx.Response) -> AsyncIterator[list[int]]:
+    assert stream.status_code == 200, (await stream.aread()).decode()
+    async for line in stream.aiter_lines():
+        if line.startswith("data: {"):
+            yield json.loads(line.removeprefix("data: "))["output_ids"]
+
+
+def leg_of(prefill: Worker, input_ids: Sequence[int], count: int, **more: Any) -> dict[str, Any]:
+    """The body that both legs of a fresh room get: a greedy answer of exactly `count` tokens."""
+    return {
         "input_ids": list(input_ids),
         "sampling_params": {"temperature": 0, "max_new_tokens": count, "ignore_eos": True},
         "bootstrap_host": "127.0.0.1",
@@ -102,11 +134,6 @@ async def answer_of(
         "bootstrap_room": next(_ROOMS),
         **more,
     }
-    async with httpx.AsyncClient(timeout=REQUEST_S) as client:
-        bodies = ((prefill, body | dict(prefill_more or {})), (decode, body))
-        legs = [client.post(f"{one.url}/generate", json=leg) for one, leg in bodies]
-        first, second = await asyncio.gather(*legs)
-        return first, second
 
 
 def flags_of(layout: Mapping[str, object], model: Path | str, **more: object) -> dict[str, object]:
