@@ -175,6 +175,8 @@ ENTRIES: tuple[Entry, ...] = (
         "observe; absent where a unit has one rank."),
     _of("workers", "samples_dropped_total", "counter", "dp_rank", "Samples of histograms dropped because there were too "
         "many between two snapshots. Absent until it happens.", "samples"),
+    _of("workers", "paused", "gauge", "dp_rank", "1 while generation is paused.", "0 or 1"),
+    _of("workers", "running_steps", "gauge", "dp_rank", "Plans that are being computed.", "steps"),
     # -- workers: links
     _of("workers", "links", "gauge", "dp_rank", "Peers to which a control link is open.", "links"),
     _of("workers", "link_bad_frames_total", "counter", "dp_rank", "Frames from peers that made no sense.", "frames"),

@@ -139,6 +139,8 @@ def _gauges(core: PrefillCore | DecodeCore, links: Links) -> dict[str, float]:
         "live_requests": len(ledger.live),
         "tombstones": ledger.rooms.tombstones,
         "links": len(links.peers),
+        "paused": float(bool(core.paused)),
+        "running_steps": len(core.steps.running),
         "quarantined_pages": sum(len(one.pages) for one in ledger.live.values() if one.fenced),
     }
     for phase in ledger.table.polls:

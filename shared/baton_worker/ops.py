@@ -3,6 +3,7 @@
 import asyncio
 import time
 import uuid
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -29,6 +30,13 @@ PROBE_MS: Millis = 20_000
 """How long `/health_generate` waits for its token, as in SGLang."""
 
 SNAPSHOT_MS: Millis = 2_000
+SETTLE_PAUSE_S = 0.002
+"""Between two looks at whether schedulers have done what they were told."""
+
+Gauges = Mapping[str, float]
+BUSY_QUEUES = ("running", "arrived", "computing", "backing_up", "restoring")
+"""Where requests of decode hold KV that a pause with `retract` takes from them."""
+
 CONTROL_BYTES_MAX = 64 * 1024
 
 Body = TypeVar("Body")
@@ -243,7 +251,8 @@ class Ops:
         if live:
             return PlainTextResponse(f"Cache not flushed: {live} requests are live.\n", 400)
         self._worker.units.tell_all(FlushCache())
-        return PlainTextResponse("Cache flushed.\n")
+        late = await self._settled(lambda gauges: not gauges.get("pages_cached") or bool(self._worker.streams))
+        return late or PlainTextResponse("Cache flushed.\n")
 
     async def abort_request(self, request: HttpRequest) -> Response:
         """End one live request by its id, or all. An id that is not live is ignored."""
@@ -264,7 +273,14 @@ class Ops:
         if isinstance(body, Response):
             return body
         worker.units.tell_all(Pause(mode=body.mode))
-        return json_response({"message": "Generation paused successfully.", "status": "ok"})
+        busy = BUSY_QUEUES if body.mode is PauseMode.RETRACT and worker.role is Role.DECODE else ()
+
+        def rests(gauges: Gauges) -> bool:
+            held = sum(gauges.get(f"queue_requests{{queue={queue}}}", 0) for queue in busy)
+            return gauges.get("paused", 1) == 1 and not gauges.get("running_steps") and not held
+
+        late = await self._settled(rests)
+        return late or json_response({"message": "Generation paused successfully.", "status": "ok"})
 
     async def _control_body(self, request: HttpRequest, kind: type[Body]) -> Body | Response:
         """The body of a control request, or the answer to one that has none that will do."""
@@ -281,7 +297,20 @@ class Ops:
     async def continue_generation(self, _request: HttpRequest) -> Response:
         """Compute again."""
         self._worker.units.tell_all(Continue())
-        return json_response({"message": "Generation continued successfully.", "status": "ok"})
+        late = await self._settled(lambda gauges: gauges.get("paused", 0) == 0)
+        return late or json_response({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def _settled(self, holds: Callable[[Gauges], bool]) -> Response | None:
+        """Wait until it is so on every rank, for the longest step at most; the answer to say that it is not."""
+        worker, longest_ms = self._worker, self._worker.limits.step_ms
+        try:
+            async with asyncio.timeout(longest_ms / 1000):
+                while not all(holds(one.gauges) for one in await worker.fresh_snapshots(longest_ms)):  # noqa: ASYNC110 - asked, not told
+                    await asyncio.sleep(SETTLE_PAUSE_S)
+        except TimeoutError:
+            late = Overloaded(f"the schedulers were told, but have not done so within {longest_ms} ms")
+            return failure(late.verdict, worker.limits)
+        return None
 
     async def drain(self, _request: HttpRequest) -> Response:
         """Refuse new requests from now on, without ending the process."""

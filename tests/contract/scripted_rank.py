@@ -28,7 +28,7 @@ import zmq
 
 from baton_core.effects import Emit, LookUp, RegisterRank
 from baton_core.errors import Reason, Verdict
-from baton_core.events import Abort, AbortAll, LookupFailed, Resolved, StopHere, Submit
+from baton_core.events import Abort, AbortAll, Continue, LookupFailed, Pause, Resolved, StopHere, Submit
 from baton_core.request import Finish, FinishType, Request, TokenLogprob
 from baton_io.config import from_json
 from baton_io.ipc import (
@@ -93,6 +93,8 @@ class ScriptedRank:
                 case AbortAll():
                     for rid in list(self._live):
                         self._abort(rid, message.verdict)
+                case Pause() | Continue():
+                    self._gauges["paused"] = int(isinstance(message, Pause))
                 case StopHere():
                     self._emit(message.rid, finish=Finish(type=FinishType.STOP))
                 case Resolved():
