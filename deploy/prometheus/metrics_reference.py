@@ -154,6 +154,10 @@ ENTRIES: tuple[Entry, ...] = (
         "allowed: what admission expects of new ones.", "ratio"),
     _of("decode", "retractions_total", "counter", "way dp_rank", "Running requests that gave their pages up for others: "
         "their KV cache went to the host (`backup`) or is to be computed anew (`recompute`).", "requests"),
+    _of("decode", "rebootstraps_total", "counter", "outcome dp_rank", "Retracted requests that went back to prefill to be "
+        "computed anew: their KV cache came (`done`), or decode computed it itself after all (`fallback`).", "requests"),
+    _of("prefill", "rebootstraps_total", "counter", "dp_rank", "Prompts with the answer so far that decode asked to be "
+        "computed anew, and that were let in. No client of this worker waits for them.", "requests"),
     # -- workers: transfers
     _of("workers", "transfer_bytes_total", "counter", "way dp_rank", "Bytes of KV pages moved, `shm` or `tcp`: sent and "
         "acknowledged on prefill, received on decode; by all ranks of the unit."),

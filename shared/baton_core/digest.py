@@ -63,6 +63,8 @@ def _numbers_of(one: Handoff) -> tuple[int, ...]:
         one.fenced,
         one.is_retracted,
         one.retractions,
+        one.rebootstraps,
+        one.computes_here,
         one.overtaken,
         one.copy,
         len(one.slots),

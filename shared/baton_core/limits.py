@@ -55,6 +55,10 @@ class Limits:
     chunk_tokens: int = limit(512, "prompt tokens computed in one step")
     # -- memory of decode
     backup_pages: int = limit(512, "KV pages of retracted requests kept on the host; others are recomputed", least=0)
+    rebootstraps_max: int = limit(
+        2, "times that prefill computes a retracted request anew; otherwise decode does it itself", least=0
+    )
+    rebootstrap_ms: Millis = limit(10_000, "prefill computes a retracted request anew; then decode does it itself")
     overtakings_max: int = limit(16, "requests that pass one that waits for KV pages; then it stands first")
     answer_share_start_percent: int = limit(70, "share of the longest answer that decode counts on at first")
     answer_share_floor_percent: int = limit(10, "least share of the longest answer that decode counts on")

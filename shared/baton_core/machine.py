@@ -96,6 +96,8 @@ class Handoff:
     fenced: bool = False
     is_retracted: bool = False
     retractions: int = 0
+    rebootstraps: int = 0  # times that prefill was asked for its KV cache once more
+    computes_here: bool = False  # retracted, and prefill cannot help: to be computed anew on decode itself
     overtaken: int = 0  # requests that got pages before it while it waited for more than there were
     # This pipeline stage alone has stopped its part of the transfer (S1): the one field in which stages may differ.
     revoked_here: bool = False

@@ -9,7 +9,9 @@ import struct
 from dataclasses import dataclass
 
 from baton_core.errors import Reason, Verdict
-from baton_core.request import ROOM_MAX, TOP_LOGPROBS_MAX, Incarnation, PageId, Room, TokenLogprob
+from baton_core.request import FAKE_HOST, ROOM_MAX, TOP_LOGPROBS_MAX, Incarnation, PageId, Request, Room, TokenLogprob
+
+TOKEN_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +26,33 @@ class _RoomMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello(_RoomMessage):
-    """Decode to prefill, before decode reserves anything: this is the leg I hold; does yours match?"""
+    """Decode to prefill, before decode reserves anything: this is the leg I hold; does yours match?
+
+    With `again` prefill's leg comes along: decode has given up the KV cache of a request that it is answering, and asks for
+    it a second time. Its prompt is the prompt and the answer so far; what is drawn next follows them (`Sampling.after`).
+    """
 
     prompt_tokens: int
     digest: int  # `prompt_digest`
     fingerprint: str  # canonical text of the decode side's KV fingerprint
     dp_rank: int  # the prefill DP rank that decode resolved
     layout: str  # text of the decode unit's `kv_layout.UnitLayout`
+    again: Request | None = None
+
+    def __post_init__(self) -> None:
+        _RoomMessage.__post_init__(self)
+        if self.again is not None and not self._fits(self.again):
+            raise ValueError(
+                f"room {self.room} attempt {self.attempt}: the request that comes along is not of this hello"
+            )
+
+    def _fits(self, again: Request) -> bool:
+        bootstrap, prompt = again.bootstrap, again.prompt
+        if bootstrap is None or bootstrap.room != self.room or bootstrap.host == FAKE_HOST:
+            return False
+        if again.rejected is not None or len(prompt) != self.prompt_tokens:
+            return False
+        return bool(prompt) and min(prompt) >= 0 and max(prompt) <= TOKEN_MAX
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ A request that exists is valid in itself; whether it fits *this* worker (context
 
 import hashlib
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from baton_core.errors import Verdict
@@ -79,6 +79,19 @@ class Sampling:
         start = self.prompt_logprobs_from
         _require(start is None or start >= 0, "prompt_logprobs_from", start, "at least 0")
         _require(start is None or self.logprobs is not None, "prompt_logprobs_from", start, "given with logprobs only")
+
+    def after(self, drawn: int) -> "Sampling":
+        """How the rest is drawn where the first `drawn` tokens, fewer than `max_new_tokens`, are now in the prompt.
+
+        The rest comes out as if nothing had been: noise, limits and stops go by the position in the whole answer.
+        """
+        return replace(
+            self,
+            output_offset=self.output_offset + drawn,
+            max_new_tokens=self.max_new_tokens - drawn,
+            min_new_tokens=max(0, self.min_new_tokens - drawn),
+            prompt_logprobs_from=None,  # they are told
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -179,6 +179,10 @@ def _counters(core: PrefillCore | DecodeCore, links: Links) -> dict[str, float]:
     if isinstance(core, DecodeCore):
         counters["retractions_total{way=backup}"] = core.memory.backups
         counters["retractions_total{way=recompute}"] = core.memory.recomputations
+        counters["rebootstraps_total{outcome=done}"] = core.reentry.arrivals
+        counters["rebootstraps_total{outcome=fallback}"] = core.memory.fallbacks
+    else:
+        counters["rebootstraps_total"] = core.rebootstraps
     for reason, count in core.ledger.rejections.items():
         counters[f"admission_rejections_total{{reason={reason.name.lower()}}}"] = count
     return counters

@@ -4,6 +4,7 @@ from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING
 
+from baton_core.decode.reentry import Reentry
 from baton_core.events import Continue, Pause, PauseMode, StopHere
 from baton_core.machine import Phase
 from baton_core.pages import pages_for
@@ -37,13 +38,15 @@ def tightened(shape: Shape, seed: int) -> Shape:
         shape.limits,
         answer_share_start_percent=random.choice((1, 1, 70)),
         answer_share_floor_percent=1,
-        backup_pages=random.choice((0, giant, 10 * giant)),
+        backup_pages=random.choice((0, 0, giant, 10 * giant)),
         overtakings_max=random.choice((1, 3, 16)),
         running_max=random.choice((3, 64, 64)),
         metadata_rows=random.choice((3, 256)),
         waiting_max=2_048,
         chunk_tokens=shape.limits.chunk_tokens if together else random.choice((5, 512)),
         request_budget_ms=max(20_000, shape.limits.request_budget_ms),
+        rebootstraps_max=random.choice((0, 2, 100, 100)),
+        rebootstrap_ms=random.choice((300, 10_000)),
     )
     return replace(
         shape,
@@ -82,6 +85,7 @@ class Pressure:
     """
 
     PHASES = ("backing_up", "backing_up", "retracted", *("restoring",) * 5)
+    AWAY = ("resolving.away", *("greeting.away", "prealloc.away") * 2, *("transferring.away",) * 3)
     STRIKES = 6
 
     def __init__(self, world: "World") -> None:
@@ -102,6 +106,8 @@ class Pressure:
             self._aims += [(random.choice(self.PHASES), random.choice(("client_abort", "stop"))) for _ in range(2)]
             # A prompt that is computed here is between two steps only while others, or nobody, compute.
             self._aims += [("again", "hold"), ("again.idle", random.choice(("retract", "stop")))] * 3
+            away = random.choice(self.AWAY)
+            self._aims += [(away, kind) for kind in ("stop", "stop", "client_abort", random.choice(kinds))]
 
     def look(self, unit: "Unit") -> None:
         """A unit has come to a new state: does anything aim at it?"""
@@ -150,9 +156,13 @@ class Pressure:
 
 
 def _phases(unit: "Unit") -> dict[RequestId, str]:
-    """Phases of its requests, the computing of what was retracted told apart: "again", or "again.idle" between steps."""
+    """Phases of its requests. What was retracted is told apart: "again", or "again.idle" between steps, where it is
+    computed here, and with ".away" where it is on its way through prefill.
+    """
     found = dict(unit.phases)
     for rid, one in unit.ranks[0].ledger.live.items():
         if one.phase is Phase.COMPUTING and one.is_retracted:
             found[rid] = "again" if one.in_step else "again.idle"
+        elif Reentry.is_away(one):
+            found[rid] += ".away"
     return found

@@ -136,9 +136,8 @@ class FakeReceiver(Receiver):
 
     def expect(self, effect: Expect) -> None:
         """The right contents appear at once."""
-        request = self.rank.ledger.live[effect.rid].request
-        oracle = Oracle(request.prompt)
-        self.rank.memory.write(effect.pages, oracle.folds[: len(request.prompt)])
+        oracle = Oracle(self.rank.ledger.live[effect.rid].known_tokens(0, effect.prompt_tokens))
+        self.rank.memory.write(effect.pages, oracle.folds[: effect.prompt_tokens])
         row = MetadataRow(room=effect.room, attempt=effect.attempt, first_token=oracle.next())
         self.rank.metadata[effect.row] = row
         self.begin(Attempt(rid=effect.rid, room=effect.room, attempt=effect.attempt, magic=True))

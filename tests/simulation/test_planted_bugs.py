@@ -9,6 +9,7 @@ import pytest
 
 from baton_core import agreement
 from baton_core.decode.core import DecodeCore
+from baton_core.decode.farewells import Farewells
 from baton_core.decode.memory import DecodeMemory
 from baton_core.effects import Emit, Expect, Forget
 from baton_core.errors import Verdict
@@ -107,7 +108,7 @@ def test_a_forgotten_tombstone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_farewell_that_is_never_said_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DecodeCore, "_keep_farewell", lambda *args: None)
+    monkeypatch.setattr(Farewells, "keep", lambda *args: None)
     caught(130, "told in time", "same reason")
 
 

@@ -29,6 +29,7 @@ def build(materials: Materials) -> Parts:
         context_tokens=materials.engine.context_tokens,
         fingerprint=materials.fingerprint,
         layout=materials.layout,
+        vocab_size=materials.engine.config.vocab,
         pp_size=materials.parallel.pp,
         dp_rank=place.dp_rank,
         dp_size=materials.parallel.dp,

@@ -1,21 +1,21 @@
 """The decode core: events in, effects out. Read `phases` first."""
 
-from collections import OrderedDict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import assert_never
 
 from baton_core.admission import capacity_verdict
 from baton_core.agreement import KVPoll, Watch, ready_and_failed
 from baton_core.chunks import take_chunk, take_token
+from baton_core.decode.farewells import Farewells
 from baton_core.decode.line import PageLine
 from baton_core.decode.memory import DecodeMemory
 from baton_core.decode.phases import DECODE
 from baton_core.decode.planning import DecodeBatch
 from baton_core.decode.prealloc import DecodePreallocQueue
+from baton_core.decode.reentry import AWAITS_PREFILL, Reentry
 from baton_core.decode.transfer import DecodeTransferQueue
 from baton_core.digest import bytes_of_ledger, numbers_of_ledger, numbers_of_queue
-from baton_core.effects import Connect, Effect, LookUp, Tell
+from baton_core.effects import Effect, LookUp
 from baton_core.errors import Reason, Verdict
 from baton_core.events import (
     Abort,
@@ -48,16 +48,6 @@ from baton_core.steps import Steps
 from baton_core.trace import digest_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Farewell:
-    """A leg that ended here before prefill could be told: it is told when the look-up answers."""
-
-    room: Room
-    attempt: int
-    verdict: Verdict
-    expires_at: Millis
-
-
 class DecodeCore:
     """All decisions of one decode unit. `step`, `tick` and `commit` return effects; `plan` freezes the next batch."""
 
@@ -79,15 +69,20 @@ class DecodeCore:
         self.ledger = Ledger(DECODE, limits, PagePool(pool_pages), rows, PagePool(limits.backup_pages))
         self.ledger.on_leave = self._on_leave
         self.memory = DecodeMemory(self.ledger, self.page_tokens, context_tokens)
-        self.prealloc = DecodePreallocQueue(self.ledger, layout=layout, fingerprint=fingerprint, pp_size=pp_size)
-        self.transfer = DecodeTransferQueue(self.ledger, self.page_tokens)
+        self.reentry = Reentry(self.ledger, self.memory)
+        self.prealloc = DecodePreallocQueue(
+            self.ledger, self.reentry, layout=layout, fingerprint=fingerprint, pp_size=pp_size
+        )
+        self.transfer = DecodeTransferQueue(self.ledger, self.reentry, self.page_tokens)
         self.batch = DecodeBatch(self.ledger, self.memory, pp_size)
         self.line = PageLine(self.ledger, self.memory, self.prealloc, self.transfer, self.batch)
         self.paused: PauseMode | None = None
-        self.farewells: OrderedDict[RequestId, Farewell] = OrderedDict()
+        self.farewells = Farewells(limits)
         self.steps = Steps(self.ledger, pp_size)
-        # Every request is an attempt of its own, so that nothing said or written in an earlier life of its room fits it.
+        # Every request, and every rebootstrap, is an attempt of its own, so that nothing said or written in an earlier life
+        # of its room fits it.
         self.attempts = 0
+        self._now: Millis = 0  # of the last call that said it
 
     # -- the four calls of a driver
 
@@ -106,8 +101,7 @@ class DecodeCore:
             case Resolved():
                 self._resolved(event, now)
             case LookupFailed():
-                self._abort(event.rid, event.verdict, now)
-                self.farewells.pop(event.rid, None)
+                self._look_up_failed(event, now)
             case PeerSaid():
                 self._peer_said(event, now)
             case PeerGone():
@@ -130,12 +124,13 @@ class DecodeCore:
     def tick(self, now: Millis) -> list[Effect]:
         """Deadlines; needs no new work to fire."""
         for handoff in self.ledger.overdue(now):
-            resolving = handoff.phase is Phase.RESOLVING
+            if self.reentry.expire(handoff, now):
+                continue
+            resolving = handoff.phase is Phase.RESOLVING and not handoff.is_retracted
             self.ledger.expire(handoff, now)
             if resolving and handoff.to_finish is not None:
-                self._keep_farewell(handoff, handoff.to_finish, now)
-        while self.farewells and next(iter(self.farewells.values())).expires_at <= now:
-            self.farewells.popitem(last=False)
+                self.farewells.keep(handoff, handoff.to_finish, now)
+        self.farewells.expire(now)
         self.ledger.rooms.sweep(now)
         self._order_pages(now)
         return self.ledger.take_effects()
@@ -148,7 +143,9 @@ class DecodeCore:
         if self.steps.full or self.paused is not None:
             return None
         self.line.admit()
-        return self.steps.begin(self.batch.next_slices())
+        plan = self.steps.begin(self.batch.next_slices())
+        self._reenter(self._now)
+        return plan
 
     @property
     def has_work(self) -> bool:
@@ -182,10 +179,8 @@ class DecodeCore:
 
     def next_deadline(self) -> Millis | None:
         """When `tick` has something to do next."""
-        due = self.ledger.next_deadline()
-        for farewell in self.farewells.values():
-            return farewell.expires_at if due is None else min(due, farewell.expires_at)
-        return due
+        dues = (self.ledger.next_deadline(), self.farewells.next_expiry())
+        return min((due for due in dues if due is not None), default=None)
 
     def digest(self) -> int:
         """62 bits of everything that the unit's ranks must agree on; see `digest`."""
@@ -194,8 +189,7 @@ class DecodeCore:
         numbers.append(0 if self.paused is None else 1 + list(PauseMode).index(self.paused))
         for queue in (self.prealloc.queue, self.transfer.queue, *self.batch.queues, *self.memory.queues):
             numbers += numbers_of_queue(queue.values())
-        for farewell in self.farewells.values():
-            numbers += (farewell.room, farewell.attempt, farewell.verdict.reason, farewell.expires_at)
+        numbers += self.farewells.numbers()
         return digest_of(numbers, bytes_of_ledger(self.ledger, self.farewells))
 
     # -- inputs
@@ -228,26 +222,22 @@ class DecodeCore:
         assert bootstrap is not None and req.to_finish is not None
         if self.ledger.rooms.holder(req.room) is not None:
             return  # the room belongs to a live request, which this one must not harm
-        self._keep_farewell(req, req.to_finish, now)
+        self.farewells.keep(req, req.to_finish, now)
         self.ledger.effects.append(LookUp(rid=req.rid, bootstrap=bootstrap))
-
-    def _keep_farewell(self, req: Handoff, verdict: Verdict, now: Millis) -> None:
-        expires_at = now + self.limits.lookup_ms
-        self.farewells.pop(req.rid, None)  # the oldest stands first
-        self.farewells[req.rid] = Farewell(room=req.room, attempt=req.attempt, verdict=verdict, expires_at=expires_at)
-        while len(self.farewells) > self.limits.tombstones_max:
-            self.farewells.popitem(last=False)
 
     def _abort(self, rid: RequestId, verdict: Verdict, now: Millis) -> None:
         handoff = self.ledger.live.get(rid)
         if handoff is not None:
-            if handoff.phase is Phase.RESOLVING:
-                self._keep_farewell(handoff, verdict, now)  # it owes prefill a word, once that is found
+            if handoff.phase is Phase.RESOLVING and not handoff.is_retracted:
+                self.farewells.keep(handoff, verdict, now)  # it owes prefill a word, once that is found
             self.ledger.fail(handoff, verdict, now)
 
     def _stop_here(self, rid: RequestId, now: Millis) -> None:
         handoff = self.ledger.live.get(rid)
         if handoff is not None and handoff.outputs and handoff.phase is not Phase.REVOKING:
+            if self.reentry.is_away(handoff):
+                verdict = Verdict(reason=Reason.ABORTED, text="decode needs no more: its answer is complete")
+                self.reentry.withdraw(handoff, verdict, now)
             self._finish(handoff, Finish(type=FinishType.STOP), now)
 
     def _pause(self, mode: PauseMode, now: Millis) -> None:
@@ -266,18 +256,23 @@ class DecodeCore:
 
     def _resolved(self, event: Resolved, now: Millis) -> None:
         handoff = self.ledger.live.get(event.rid)
-        farewell = self.farewells.pop(event.rid, None)
-        if handoff is not None and handoff.phase is Phase.RESOLVING:
-            self.prealloc.greet(handoff, event.infos, now)
-        elif farewell is not None:
-            message = RoomFailed(
-                room=farewell.room,
-                attempt=farewell.attempt,
-                reason=farewell.verdict.reason,
-                text=farewell.verdict.text,
-                greeted=False,
+        if handoff is None or handoff.phase is not Phase.RESOLVING:
+            self.ledger.effects += self.farewells.said(event.rid, event.infos)
+            return
+        self.farewells.drop(event.rid)
+        if handoff.infos is not None and handoff.infos.leader != event.infos.leader:
+            text = (
+                f"prefill {handoff.infos.leader}, which computed the prompt, is gone; now {event.infos.leader} is there"
             )
-            self.ledger.effects += (Connect(infos=event.infos), Tell(peer=event.infos.leader, message=message))
+            self.reentry.fail(handoff, Verdict(reason=Reason.PEER_LOST, text=text), now)
+            return
+        self.prealloc.greet(handoff, event.infos, now)
+
+    def _look_up_failed(self, event: LookupFailed, now: Millis) -> None:
+        handoff = self.ledger.live.get(event.rid)
+        if handoff is not None and handoff.phase is Phase.RESOLVING:  # one that re-enters may have gone on long since
+            self.reentry.fail(handoff, event.verdict, now)
+        self.farewells.drop(event.rid)
 
     def _peer_said(self, event: PeerSaid, now: Millis) -> None:
         message = event.message
@@ -286,7 +281,7 @@ class DecodeCore:
                 req = self._handoff_of(message.room)
                 ours = req is not None and req.peer == event.peer and req.attempt == message.attempt
                 # What has arrived needs prefill no more: its leg may fail on a lost acknowledgement alone.
-                if ours and req is not None and not req.outputs:
+                if ours and req is not None and req.phase in AWAITS_PREFILL:
                     self.prealloc.answered(req, message, now)
             case NotYet() | Hello():
                 pass  # the hello is kept there; a hello is only ever sent by decode
@@ -300,8 +295,8 @@ class DecodeCore:
     def _peer_gone(self, event: PeerGone, now: Millis) -> None:
         unit = unit_of(event.peer)
         for req in list(self.ledger.live.values()):
-            if req.peer is not None and unit_of(req.peer) == unit and not req.outputs:
-                self.ledger.fail(req, event.verdict, now, peer_knows=True)
+            if req.peer is not None and unit_of(req.peer) == unit and req.phase in AWAITS_PREFILL:
+                self.reentry.fail(req, event.verdict, now, peer_knows=True)
 
     # -- observations and results
 
@@ -315,7 +310,7 @@ class DecodeCore:
             uncovered = {poll.rid: poll.poll for poll in event.uncovered}  # seen just now: never stale
             self.process_prealloc_queue(good, bad, polls=polls, uncovered_polls=uncovered, now=now)
         for req in self.transfer.pop_transferred(polls, now):
-            self.batch.add(req)
+            self.batch.add_first(req) if req.retractions else self.batch.add(req)
             self._stream(req, now)
         for rid, poll in polls.items():
             handoff = self.ledger.live.get(rid)
@@ -340,12 +335,23 @@ class DecodeCore:
 
     def _order_pages(self, now: Millis) -> None:
         """Pages may have become free, or a request may have been accepted."""
+        self._now = now
         if self.paused is PauseMode.RETRACT:
             self._retract_all()
         else:
             self.line.admit()
+            self._reenter(now)
         if self.pp_size == 1:
             self.process_prealloc_queue((), (), polls={}, uncovered_polls={}, now=now)
+
+    def _reenter(self, now: Millis) -> None:
+        """Whoever was retracted and had a prefill worker goes back to it, past both doors untouched (S5)."""
+        for req in self.reentry.due():
+            self.attempts += 1
+            self.reentry.leaves(req, self.attempts)
+            self.prealloc.add(req, now, is_retracted=True, is_rebootstrap=True)
+        for req in self.prealloc.waiters.values():
+            self.reentry.watch(req, now)
 
     def _stream(self, req: Handoff, now: Millis) -> None:
         """Hand the newest token to the client, and end the request if it is the last."""

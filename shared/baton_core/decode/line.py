@@ -73,13 +73,15 @@ class PageLine:
         ledger, rows = self._ledger, self._ledger.rows
         assert rows is not None
         seats, unplanned = self._batch.prompts_wanted()
-        news = self._prealloc.accepted + self._memory.backups + self._memory.recomputations + ledger.copies_begun
+        memory = self._memory
+        news = self._prealloc.accepted + memory.backups + memory.recomputations + memory.fallbacks + ledger.copies_begun
         return ledger.arrivals, ledger.pool.returned, rows.returned, len(ledger.copies), news, seats, unplanned
 
     def _waiting(self) -> list[Handoff]:
         accepted = (req for req in self._prealloc.queue.values() if req.phase is Phase.PREALLOC)
         local = (req for req in self._batch.local.values() if req.phase is Phase.LOCAL)
-        line = [*self._memory.retracted.values(), *self._first(accepted), *self._first(local)]
+        retracted = (req for req in self._memory.retracted.values() if not self._memory.wants_prefill(req))
+        line = [*retracted, *self._first(accepted), *self._first(local)]
         return sorted(line, key=_place)
 
     def _first(self, waiting: Iterable[Handoff]) -> Iterable[Handoff]:

@@ -2,12 +2,13 @@
 
 Admission bets (`line`): it counts on a learned share of the longest answer, and pages are taken as the answer grows. When
 the bet is lost, somebody is *retracted*: its KV cache goes to the host, where there is room, or is given up and computed
-anew; its stream pauses and goes on later, exactly where it was.
+anew, by prefill (`reentry`) or here; its stream pauses and goes on later, exactly where it was.
 """
 
 from collections.abc import Callable
 
 from baton_core.admission import AnswerShare
+from baton_core.errors import Verdict
 from baton_core.ledger import Ledger
 from baton_core.machine import Handoff, Phase, move
 from baton_core.pages import pages_for
@@ -29,6 +30,7 @@ class DecodeMemory:
         # Since the beginning, for metrics.
         self.backups = 0
         self.recomputations = 0
+        self.fallbacks = 0  # of these: computed here after all, because prefill could not
 
     @property
     def queues(self) -> tuple[dict[RequestId, Handoff], ...]:
@@ -108,7 +110,7 @@ class DecodeMemory:
     def retract(self, req: Handoff, *, backup: bool = True) -> None:
         """Take the pages of a request that no step has in hand. It keeps its place in everything else."""
         self._ledger.on_leave(req)
-        req.is_retracted = True
+        req.is_retracted, req.computes_here = True, False
         req.retractions += 1
         if backup and req.outputs and self._ledger.back_up(req, pages_for(req.known - 1, self._page_tokens)):
             self.backups += 1
@@ -120,11 +122,18 @@ class DecodeMemory:
         if not req.outputs:
             req.prompt_logprobs.clear()
         self._forget(req)
-        self._wait(req)
+        self.wait(req)
 
-    def _wait(self, req: Handoff) -> None:
-        move(req, Phase.RETRACTED, self._ledger.effects)
+    def wait(self, req: Handoff, verdict: Verdict | None = None) -> None:
+        """It is RETRACTED, perhaps because of `verdict` for the second time."""
+        move(req, Phase.RETRACTED, self._ledger.effects, verdict=verdict)
         self.retracted[req.rid] = req
+
+    def wants_prefill(self, req: Handoff) -> bool:
+        """Whether a retracted request is to be computed anew by the prefill worker that computed it before."""
+        if req.slots or req.computes_here or req.infos is None:
+            return False
+        return req.rebootstraps < self._ledger.limits.rebootstraps_max
 
     def _forget(self, req: Handoff) -> None:
         """Nothing of it is computed any more."""
@@ -165,7 +174,7 @@ class DecodeMemory:
         if not good:
             self.recomputations += 1
             self._forget(req)
-        self._wait(req)
+        self.wait(req)
         return False
 
     def leave(self, req: Handoff) -> None:

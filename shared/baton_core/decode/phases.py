@@ -5,7 +5,10 @@ INTAKE ──► RESOLVING ──► GREETING ──► PREALLOC ──► TRANS
             prefill?       sent         pages, row    ordered          a place      stream
 INTAKE ──► LOCAL ──► COMPUTING ──► RUNNING    (colocated: no room, or the fake host)
 ARRIVED, RUNNING ──► BACKING_UP ──► RETRACTED ──► RESTORING ──► ARRIVED    (the pool ran out; the KV cache waits on the host)
-ARRIVED, RUNNING ──► RETRACTED ──► COMPUTING ──► RUNNING    (or is computed anew, where the host has no room)
+ARRIVED, RUNNING ──► RETRACTED ──► RESOLVING ──► … ──► ARRIVED    (or prefill computes it anew, where the host has no room:
+            from each of RESOLVING … TRANSFERRING back to RETRACTED, where that fails; pages that somebody may still write
+            stay with a record of their own, INTAKE ──► REVOKING; see `reentry`)
+ARRIVED, RUNNING ──► RETRACTED ──► COMPUTING ──► RUNNING    (or it is computed anew here)
 any of them ──► REVOKING (somebody may still write its pages, or a running step names it) ──► FAILED or DONE
 """
 
@@ -15,17 +18,17 @@ from baton_core.machine import Phase, PhaseTable
 DECODE = PhaseTable(
     side="decode",
     transitions={
-        Phase.INTAKE: (Phase.RESOLVING, Phase.LOCAL, Phase.FAILED),
-        Phase.RESOLVING: (Phase.GREETING, Phase.FAILED),
-        Phase.GREETING: (Phase.PREALLOC, Phase.FAILED),
-        Phase.PREALLOC: (Phase.TRANSFERRING, Phase.FAILED),
-        Phase.TRANSFERRING: (Phase.ARRIVED, Phase.REVOKING),
+        Phase.INTAKE: (Phase.RESOLVING, Phase.LOCAL, Phase.REVOKING, Phase.FAILED),
+        Phase.RESOLVING: (Phase.GREETING, Phase.RETRACTED, Phase.FAILED),
+        Phase.GREETING: (Phase.PREALLOC, Phase.RETRACTED, Phase.FAILED),
+        Phase.PREALLOC: (Phase.TRANSFERRING, Phase.RETRACTED, Phase.FAILED),
+        Phase.TRANSFERRING: (Phase.ARRIVED, Phase.RETRACTED, Phase.REVOKING),
         Phase.ARRIVED: (Phase.RUNNING, Phase.BACKING_UP, Phase.RETRACTED, Phase.DONE, Phase.FAILED),
         Phase.LOCAL: (Phase.COMPUTING, Phase.FAILED),
         Phase.COMPUTING: (Phase.RUNNING, Phase.RETRACTED, Phase.REVOKING, Phase.DONE, Phase.FAILED),
         Phase.RUNNING: (Phase.BACKING_UP, Phase.RETRACTED, Phase.DONE, Phase.REVOKING, Phase.FAILED),
         Phase.BACKING_UP: (Phase.RETRACTED, Phase.REVOKING),
-        Phase.RETRACTED: (Phase.RESTORING, Phase.COMPUTING, Phase.DONE, Phase.FAILED),
+        Phase.RETRACTED: (Phase.RESTORING, Phase.RESOLVING, Phase.COMPUTING, Phase.DONE, Phase.FAILED),
         Phase.RESTORING: (Phase.ARRIVED, Phase.RETRACTED, Phase.REVOKING),
         Phase.REVOKING: (Phase.FAILED, Phase.DONE),
         Phase.DONE: (),

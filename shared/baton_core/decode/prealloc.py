@@ -5,9 +5,11 @@ consensus says that every stage holds the order (good) or that one failed (bad);
 """
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from baton_core.admission import is_unadmitted_reject
 from baton_core.agreement import KVPoll, poll_and_all_reduce_pp
+from baton_core.decode.reentry import Reentry
 from baton_core.effects import Connect, Expect, LookUp, Tell
 from baton_core.errors import Reason, Verdict
 from baton_core.events import AgreedPoll, BootstrapInfos
@@ -18,7 +20,7 @@ from baton_core.machine import Handoff, Phase, move
 from baton_core.messages import Accepted, Hello, Rejected, RoomFailed, RoomMessage
 from baton_core.pages import pages_for
 from baton_core.prefill.queue import in_order, transfer_verdict
-from baton_core.request import RequestId, prompt_digest
+from baton_core.request import Request, RequestId, prompt_digest
 
 
 class DecodePreallocQueue:
@@ -28,8 +30,11 @@ class DecodePreallocQueue:
     stopped; for everything that stages share it is a waiter still, until a consensus names it.
     """
 
-    def __init__(self, ledger: Ledger, *, layout: UnitLayout, fingerprint: str, pp_size: int = 1) -> None:
+    def __init__(
+        self, ledger: Ledger, reentry: Reentry, *, layout: UnitLayout, fingerprint: str, pp_size: int = 1
+    ) -> None:
         self._ledger = ledger
+        self._reentry = reentry
         self._layout = layout
         self._page_tokens = layout.page_tokens
         self._fingerprint = fingerprint
@@ -43,18 +48,23 @@ class DecodePreallocQueue:
         """Past the door into RESOLVING. A request rejected at intake is retired here and never reserves anything.
 
         The caller says whether the request re-enters: after a retraction it owns nothing, so ownership cannot tell it
-        from a rejected one. Returns whether the request is queued.
+        from a rejected one. With `is_rebootstrap` it has its room still, goes to the DP rank that served it, and stands
+        first. Returns whether the request is queued.
         """
         if not is_retracted and not is_rebootstrap and is_unadmitted_reject(req):
             self._ledger.retire_unadmitted_request(req)
             return False
-        if not self._ledger.claim_room(req, now):
+        if not is_rebootstrap and not self._ledger.claim_room(req, now):
             return False
         bootstrap = req.request.bootstrap
         assert bootstrap is not None, "a request without a room does not come here"
+        if req.infos is not None:
+            bootstrap = replace(bootstrap, prefill_dp_rank=req.infos.dp_rank)
         move(req, Phase.RESOLVING, self._ledger.effects, stage_deadline_at=now + self._ledger.limits.lookup_ms)
         self._ledger.effects.append(LookUp(rid=req.rid, bootstrap=bootstrap))
         self.queue[req.rid] = req
+        if is_rebootstrap:
+            self.queue = {req.rid: req, **self.queue}
         return True
 
     def greet(self, req: Handoff, infos: BootstrapInfos, now: Millis) -> None:
@@ -62,14 +72,16 @@ class DecodePreallocQueue:
         req.infos, req.peer = infos, infos.leader
         deadline = now + self._ledger.limits.other_leg_ms
         move(req, Phase.GREETING, self._ledger.effects, stage_deadline_at=deadline)
+        tokens = req.known_tokens(0, req.known)
         hello = Hello(
             room=req.room,
             attempt=req.attempt,
-            prompt_tokens=len(req.request.prompt),
-            digest=prompt_digest(req.request.prompt),
+            prompt_tokens=len(tokens),
+            digest=prompt_digest(tokens),
             fingerprint=self._fingerprint,
             dp_rank=infos.dp_rank,
             layout=self._layout.to_text(),
+            again=_rest_of(req, tokens, now) if req.is_retracted else None,
         )
         self._ledger.effects += (Connect(infos=infos), Tell(peer=infos.leader, message=hello))
 
@@ -101,14 +113,14 @@ class DecodePreallocQueue:
         return None
 
     def _abort_handshake(self, req: Handoff, verdict: Verdict, now: Millis, *, peer_knows: bool) -> None:
-        """End a request whose handshake failed."""
-        self._ledger.fail(req, verdict, now, peer_knows=peer_knows)
+        """End a request whose handshake failed; one that re-enters is computed here."""
+        self._reentry.fail(req, verdict, now, peer_knows=peer_knows)
 
     def order_pages(self, req: Handoff) -> None:
-        """Its turn has come (`line`), and there are pages for its prompt and a row: order them; TRANSFERRING now."""
+        """Its turn has come (`line`), and there are pages for what is known of it and a row: TRANSFERRING now."""
         rows = self._ledger.rows
         assert rows is not None and req.peer is not None
-        pages = self._ledger.allocate(pages_for(len(req.request.prompt), self._page_tokens))
+        pages = self._ledger.allocate(pages_for(req.known, self._page_tokens))
         row = rows.allocate(1)
         assert pages is not None and row is not None, f"{req.rid} was granted what is not there"
         req.pages, req.row = pages, row[0]
@@ -119,7 +131,7 @@ class DecodePreallocQueue:
             attempt=req.attempt,
             peer=req.peer,
             source=req.peer_layout,
-            prompt_tokens=len(req.request.prompt),
+            prompt_tokens=req.known,
             pages=pages,
             row=row[0],
         )
@@ -185,3 +197,9 @@ class DecodePreallocQueue:
         """The request is ordered everywhere, or ended."""
         for queue in (self.queue, self.waiters, self.draining):
             queue.pop(req.rid, None)
+
+
+def _rest_of(req: Handoff, tokens: tuple[int, ...], now: Millis) -> Request:
+    """What is left of a request that was retracted: `tokens` are its prompt and its answer so far."""
+    sampling, left_ms = req.request.sampling.after(len(req.outputs)), max(1, req.deadline_at - now)
+    return replace(req.request, prompt=tokens, sampling=sampling, budget_ms=left_ms)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from baton_core.agreement import KVPoll
+from baton_core.decode.reentry import Reentry
 from baton_core.errors import Reason, Verdict
 from baton_core.events import AgreedPoll
 from baton_core.ledger import Ledger
@@ -16,8 +17,9 @@ from baton_core.request import RequestId
 class DecodeTransferQueue:
     """Requests whose KV cache is expected."""
 
-    def __init__(self, ledger: Ledger, page_tokens: int) -> None:
+    def __init__(self, ledger: Ledger, reentry: Reentry, page_tokens: int) -> None:
         self._ledger = ledger
+        self._reentry = reentry
         self._page_tokens = page_tokens
         self.queue: dict[RequestId, Handoff] = {}
 
@@ -33,7 +35,7 @@ class DecodeTransferQueue:
             if agreed is None:
                 continue
             if agreed.poll == KVPoll.Failed:
-                self._ledger.fail(req, transfer_verdict(agreed, "decode transfer"), now)
+                self._reentry.fail(req, transfer_verdict(agreed, "decode transfer"), now)
             elif agreed.poll == KVPoll.Success:
                 self._commit_transfer_to_req(req, agreed, now)
                 if req.phase is Phase.ARRIVED:
@@ -55,12 +57,16 @@ class DecodeTransferQueue:
         if row is None or (row.room, row.attempt) != (req.room, req.attempt):
             what = "is empty" if row is None else f"holds room {row.room} attempt {row.attempt}"
             text = f"the metadata row of room {req.room} attempt {req.attempt} {what}: the transfer cannot be trusted"
-            self._ledger.fail(req, Verdict(reason=Reason.METADATA_CORRUPT, text=text), now)
+            self._reentry.fail(req, Verdict(reason=Reason.METADATA_CORRUPT, text=text), now)
             return
         self._ledger.transfer_over(req)
         self._ledger.free_row(req)
-        req.computed = len(req.request.prompt)
-        req.cached_tokens = row.cached_tokens
+        req.computed = req.known
+        if req.is_retracted:
+            req.is_retracted = False  # past both doors
+            self._reentry.arrivals += 1
+        else:
+            req.cached_tokens = row.cached_tokens
         req.outputs.append(row.first_token)
         req.newest_logprob = row.logprob
         del self.queue[req.rid]
@@ -71,7 +77,7 @@ class DecodeTransferQueue:
 
         Before that, prefill queues and computes (the request's own budget), and prefill itself watches its pushes.
         """
-        whole = pages_for(len(req.request.prompt), self._page_tokens)
+        whole = pages_for(req.known, self._page_tokens)
         if progress >= whole and req.progress < whole:
             req.stage_deadline_at = now + self._ledger.limits.transfer_stall_ms
         req.progress = max(req.progress, progress)

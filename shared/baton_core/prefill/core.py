@@ -33,7 +33,7 @@ from baton_core.kv_layout import UnitLayout
 from baton_core.ledger import Ledger, is_fake
 from baton_core.limits import Limits, Millis
 from baton_core.machine import Handoff, Phase, move
-from baton_core.messages import Accepted, Hello, MetadataRow, NotYet, Rejected, RoomFailed
+from baton_core.messages import TOKEN_MAX, Accepted, Hello, MetadataRow, NotYet, Rejected, RoomFailed
 from baton_core.pages import PagePool
 from baton_core.plan import StepPlan, StepResult
 from baton_core.prefill.handshake import Handshake
@@ -44,7 +44,7 @@ from baton_core.prefill.rules import PrefillRules
 from baton_core.prefix import PrefixCache
 from baton_core.ranks import unit_of
 from baton_core.registration import FOLLOW
-from baton_core.request import Finish, FinishType, Request, RequestId
+from baton_core.request import Finish, FinishType, Incarnation, Request, RequestId
 from baton_core.steps import Steps
 from baton_core.trace import digest_of
 
@@ -60,6 +60,7 @@ class PrefillCore:
         context_tokens: int,
         fingerprint: str,
         layout: UnitLayout,
+        vocab_size: int = TOKEN_MAX + 1,
         prefix_cache: bool = True,
         pp_size: int = 1,
         dp_rank: int = 0,
@@ -76,6 +77,7 @@ class PrefillCore:
             fingerprint=fingerprint,
             context_tokens=context_tokens,
             pool_pages=pool_pages,
+            vocab_size=vocab_size,
             dp_rank=dp_rank,
             dp_size=dp_size,
             load_balance_method=load_balance_method,
@@ -92,6 +94,7 @@ class PrefillCore:
         self.orphans = self.handshake.orphans
         self.steps = Steps(self.ledger, pp_size)
         self.paused = False
+        self.rebootstraps = 0  # legs that decode asked for, and that began, ever
 
     # -- the four calls of a driver
 
@@ -227,14 +230,31 @@ class PrefillCore:
 
     def _peer_said(self, event: PeerSaid, now: Millis) -> None:
         match event.message:
-            case Hello():
+            case Hello(again=None):
                 self.handshake.hello(event.peer, event.message, now)
+            case Hello():
+                self._compute_again(event.peer, event.message, now)
             case RoomFailed():
                 self.handshake.room_failed(event.peer, event.message, now)
             case Accepted() | NotYet() | Rejected():
                 pass  # only prefill says these
             case _:
                 assert_never(event.message)
+
+    def _compute_again(self, peer: Incarnation, hello: Hello, now: Millis) -> None:
+        """Decode has given a KV cache up, and asks for it once more: a leg that no client of this worker waits for."""
+        request = self.handshake.leg_of(peer, hello)
+        req = None if request is None else self.ledger.intake(request, now)
+        if req is None:
+            return
+        req.answered = True  # on decode, that is
+        req.to_finish = req.to_finish or self.rules.refusal_again(req.request, self.limits)
+        if self.bootstrap.add(req, now):
+            self.rebootstraps += 1
+            self.handshake.join(req, peer, hello, now)
+        else:
+            assert req.to_finish is not None
+            self.handshake.reject(peer, hello, req.to_finish)
 
     def _peer_gone(self, event: PeerGone, now: Millis) -> None:
         unit = unit_of(event.peer)

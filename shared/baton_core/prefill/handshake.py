@@ -4,7 +4,7 @@ What matches is accepted, what does not is refused to both, and whichever leg co
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton_core.effects import Offer, Tell
 from baton_core.errors import Reason, Verdict
@@ -41,7 +41,7 @@ class Handshake:
         """The app's leg is past the door: join it to decode's hello if that is here."""
         orphan = self.orphans.pop(req.room, None)
         if orphan is not None:
-            self._join(req, orphan.peer, orphan.hello, now)
+            self.join(req, orphan.peer, orphan.hello, now)
 
     def refuse(self, req: Handoff, now: Millis) -> bool:
         """The app's leg is rejected: decode hears it now if its hello is here, else when it comes.
@@ -55,7 +55,7 @@ class Handshake:
             return False  # decode's leg ended first, and knows
         orphan = self.orphans.pop(req.room, None)
         if orphan is not None:
-            self._reject(orphan.peer, orphan.hello, req.to_finish)
+            self.reject(orphan.peer, orphan.hello, req.to_finish)
         self._ledger.rooms.bury(req.room, req.to_finish, now, app_answered=True, peer_answered=orphan is not None)
         return orphan is None
 
@@ -65,24 +65,41 @@ class Handshake:
         if rid is not None:
             req = self._ledger.live[rid]
             if req.phase is Phase.BOOTSTRAPPING:
-                self._join(req, peer, hello, now)
+                self.join(req, peer, hello, now)
             elif req.peer != peer or req.attempt != hello.attempt:
-                text = f"room {hello.room} is in use by another decode worker; draw another room"
-                self._reject(peer, hello, Verdict(reason=Reason.DUPLICATE_ROOM, text=text))
+                self._reject_in_use(peer, hello)
             return
         stored = self._ledger.rooms.verdict_for_peer(hello.room, now)
         if stored is not None:
-            self._reject(peer, hello, stored)
+            self.reject(peer, hello, stored)
         elif hello.room in self.orphans and self.orphans[hello.room].peer != peer:
-            text = f"room {hello.room} is in use by another decode worker; draw another room"
-            self._reject(peer, hello, Verdict(reason=Reason.DUPLICATE_ROOM, text=text))
+            self._reject_in_use(peer, hello)
         elif len(self.orphans) >= self._limits.orphan_hellos_max:
             text = f"{len(self.orphans)} rooms wait here for their prefill leg (orphan_hellos_max); retry later"
             verdict = Verdict(reason=Reason.WAITING_FULL, text=text)
-            self._reject(peer, hello, verdict)
+            self.reject(peer, hello, verdict)
             self._ledger.rooms.bury(hello.room, verdict, now, app_answered=False, peer_answered=True)
         else:
             self._keep_orphan(peer, hello, now)
+
+    def leg_of(self, peer: Incarnation, hello: Hello) -> Request | None:
+        """Prefill's leg as it came along with decode's hello, under an id of this side's own; None where it cannot be.
+
+        Then its room is in use, by another request or by an earlier attempt that prefill has not closed yet, and decode
+        hears so.
+        """
+        assert hello.again is not None
+        rid = f"{peer}~{hello.room}.{hello.attempt}"
+        if rid in self._ledger.live or self._ledger.rooms.holder(hello.room) is not None or hello.room in self.orphans:
+            self._reject_in_use(peer, hello)
+            return None
+        assert hello.again.bootstrap is not None, "checked by Hello"
+        bootstrap = replace(hello.again.bootstrap, prefill_dp_rank=hello.dp_rank)
+        return replace(hello.again, rid=rid, bootstrap=bootstrap)
+
+    def _reject_in_use(self, peer: Incarnation, hello: Hello) -> None:
+        text = f"room {hello.room} is in use by another decode worker; draw another room"
+        self.reject(peer, hello, Verdict(reason=Reason.DUPLICATE_ROOM, text=text))
 
     def _keep_orphan(self, peer: Incarnation, hello: Hello, now: Millis) -> None:
         self.orphans.pop(hello.room, None)
@@ -90,12 +107,12 @@ class Handshake:
         self.orphans[hello.room] = Orphan(peer=peer, hello=hello, expires_at=now + self._limits.other_leg_ms)
         self._ledger.effects.append(Tell(peer=peer, message=NotYet(room=hello.room, attempt=hello.attempt)))
 
-    def _join(self, req: Handoff, peer: Incarnation, hello: Hello, now: Millis) -> None:
+    def join(self, req: Handoff, peer: Incarnation, hello: Hello, now: Millis) -> None:
         """Both legs of a room are here: accept them together or refuse them together."""
         req.peer, req.attempt, req.peer_layout = peer, hello.attempt, hello.layout
         verdict = self._conflict(req.request, hello)
         if verdict is not None:
-            self._reject(peer, hello, verdict)
+            self.reject(peer, hello, verdict)
             self._ledger.fail(req, verdict, now, peer_knows=True)
             return
         self._ledger.transfer_begins(req)
@@ -118,7 +135,8 @@ class Handshake:
             return Verdict(reason=Reason.DUPLICATE_ROOM, text=text)
         return self._rules.conflict(request, hello)
 
-    def _reject(self, peer: Incarnation, hello: Hello, verdict: Verdict) -> None:
+    def reject(self, peer: Incarnation, hello: Hello, verdict: Verdict) -> None:
+        """Say that this room will not be served."""
         message = Rejected(room=hello.room, attempt=hello.attempt, reason=verdict.reason, text=verdict.text)
         self._ledger.effects.append(Tell(peer=peer, message=message))
 
@@ -154,5 +172,5 @@ class Handshake:
             del self.orphans[room]
             text = f"prefill: its own leg of room {room} did not arrive within {self._limits.other_leg_ms} ms"
             verdict = Verdict(reason=Reason.OTHER_LEG_MISSING, text=text)
-            self._reject(orphan.peer, orphan.hello, verdict)
+            self.reject(orphan.peer, orphan.hello, verdict)
             self._ledger.rooms.bury(room, verdict, now, app_answered=False, peer_answered=True)

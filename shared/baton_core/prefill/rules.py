@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from baton_core.admission import capacity_verdict
 from baton_core.errors import Reason, Verdict
 from baton_core.kv_layout import UnitLayout, mismatches, require_translatable
-from baton_core.messages import Hello
+from baton_core.limits import Limits
+from baton_core.messages import TOKEN_MAX, Hello
 from baton_core.registration import FOLLOW
 from baton_core.request import FAKE_HOST, Bootstrap, Request, prompt_digest
 
@@ -59,6 +60,7 @@ class PrefillRules:
     fingerprint: str
     context_tokens: int
     pool_pages: int
+    vocab_size: int = TOKEN_MAX + 1
     dp_rank: int = 0
     dp_size: int = 1
     load_balance_method: str = FOLLOW
@@ -84,6 +86,22 @@ class PrefillRules:
             pool_pages=self.pool_pages,
             page_tokens=self.layout.page_tokens,
         )
+
+    def refusal_again(self, request: Request, limits: Limits) -> Verdict | None:
+        """Likewise of a request that comes from decode: no app of this worker has looked at it."""
+        stops, stops_most = (
+            request.sampling.stop_token_ids,
+            2 * limits.stop_ids_max,
+        )  # the client's, and the model's own
+        if max(request.prompt) >= self.vocab_size:
+            text = f"decode names token {max(request.prompt)}; the model has {self.vocab_size} (vocab_size)"
+        elif len(stops) > stops_most or min(stops, default=0) < 0:
+            text = (
+                f"decode names {len(stops)} stop token ids, from {min(stops, default=0)}; at most {stops_most} from 0"
+            )
+        else:
+            return self.refusal(request)
+        return Verdict(reason=Reason.INVALID_REQUEST, text=text)
 
     def conflict(self, request: Request, hello: Hello) -> Verdict | None:
         """Why the two legs cannot be joined, naming both values."""
