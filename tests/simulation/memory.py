@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from baton_core.decode.reentry import Reentry
 from baton_core.events import Continue, Pause, PauseMode, StopHere
+from baton_core.limits import Limits
 from baton_core.machine import Phase
 from baton_core.pages import pages_for
 from baton_core.request import RequestId
@@ -23,6 +24,11 @@ PAUSED_EVERY = 5
 def is_tight(seed: int) -> bool:
     """Whether this world's decode units have too little memory."""
     return seed % 8 in TIGHT
+
+
+def goes_back(limits: Limits) -> bool:
+    """Whether what is retracted goes back to its prefill worker."""
+    return limits.rebootstraps_max > 0 and not limits.backup_pages
 
 
 def tightened(shape: Shape, seed: int) -> Shape:
@@ -65,7 +71,7 @@ def tightened(shape: Shape, seed: int) -> Shape:
         prefill_pages=10 * shape.prefill_pages,
         manners=replace(
             shape.manners,
-            colocated=random.choice((0.1, 0.6)),
+            colocated=random.choice((0.1, 0.1, 0.6) if goes_back(limits) else (0.1, 0.6)),
             fake_host=0.1,
             leg_missing=0.0,
             leg_repeated=0.0,
@@ -85,7 +91,8 @@ class Pressure:
     """
 
     PHASES = ("backing_up", "backing_up", "retracted", *("restoring",) * 5)
-    AWAY = ("resolving.away", *("greeting.away", "prealloc.away") * 2, *("transferring.away",) * 3)
+    AWAY = (*("resolving.away", "greeting.away") * 3, *("transferring.away", "prealloc.away") * 4)
+    OF_PREFILL = ("prefill crash", "prefill drain", "prefill pause")
     STRIKES = 6
 
     def __init__(self, world: "World") -> None:
@@ -93,7 +100,8 @@ class Pressure:
         self._random = random = Random(f"pressure {world.seed}")
         self._aims: list[tuple[str, str]] = []
         tight = is_tight(world.seed)
-        if world.seed % PAUSED_EVERY == 0 or (tight and random.random() < 0.3):
+        often = 0.8 if goes_back(world.shape.limits) else 0.3
+        if world.seed % PAUSED_EVERY == 0 or (tight and random.random() < often):
             for _ in range(random.randint(1, 3)):
                 world.at(random.randrange(world.shape.heal_ms if not tight else 300), self._pause)
         if tight and world.shape.profile != "free":
@@ -106,15 +114,19 @@ class Pressure:
             self._aims += [(random.choice(self.PHASES), random.choice(("client_abort", "stop"))) for _ in range(2)]
             # A prompt that is computed here is between two steps only while others, or nobody, compute.
             self._aims += [("again", "hold"), ("again.idle", random.choice(("retract", "stop")))] * 3
-            away = random.choice(self.AWAY)
-            self._aims += [(away, kind) for kind in ("stop", "stop", "client_abort", random.choice(kinds))]
+            kinds += self.OF_PREFILL if world.shape.process_faults else ()
+            for away in random.sample(self.AWAY, 2):
+                self._aims += [(away, kind) for kind in ("stop", random.choice(kinds), "stop", random.choice(kinds))]
 
     def look(self, unit: "Unit") -> None:
         """A unit has come to a new state: does anything aim at it?"""
         if not self._aims or self.world.healed or unit.side != "decode":
             return
         phases = _phases(unit)
-        for aim in [aim for aim in self._aims if aim[0] in phases.values()]:
+        aims = [aim for aim in self._aims if aim[0] in phases.values()]
+        away = [aim for aim in aims if aim[0] in self.AWAY]
+        # Of these one after another, each with a victim of its own.
+        for aim in [*(aim for aim in aims if aim[0] not in self.AWAY), *away[:1]]:
             self._aims.remove(aim)
             rid = next(rid for rid, phase in phases.items() if phase == aim[0])
             self.world.at(0, self._strike, unit, rid, *aim)
@@ -124,6 +136,11 @@ class Pressure:
             return
         if kind == "stop":
             self._stop(unit, rid)
+        elif kind in self.OF_PREFILL:
+            infos = unit.ranks[0].ledger.live[rid].infos
+            rank = None if infos is None else self.world.ranks.get(infos.leader)
+            if rank is not None and rank.alive:
+                self.world.chaos.strike(kind.partition(" ")[2], rank.unit, "")
         elif kind in ("retract", "hold"):
             mode = PauseMode.RETRACT if kind == "retract" else PauseMode.IN_PLACE
             unit.leader.note(Pause(mode=mode))
