@@ -1,6 +1,7 @@
 """A decode pool for two of eight long requests: the answers are what they would have been with room for all of them.
 
-Decode bets on short answers, is wrong each time, and must retract; the KV cache waits on the host, or is computed anew.
+Decode bets on short answers, is wrong each time, and must retract; the KV cache waits on the host, or is computed anew: by
+prefill, as a new attempt, or by decode itself.
 """
 
 import asyncio
@@ -37,21 +38,29 @@ def prefill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     worker.stop()
 
 
-QUICK = (("TP1", 512), ("TP1", 0), ("TP3", 512))
+WAYS: dict[str, dict[str, int]] = {
+    "backup": {},
+    "rebootstrap": {"backup_pages": 0, "rebootstraps_max": 100, "rebootstrap_ms": 60_000},
+    "recompute": {"backup_pages": 0, "rebootstraps_max": 0},
+}
+QUICK = (("TP1", "backup"), ("TP1", "rebootstrap"), ("TP3", "backup"), ("TP3", "rebootstrap"))
 
 
 @pytest.fixture(
     params=[
-        pytest.param(
-            (layout, pages), marks=() if (layout, pages) in QUICK else pytest.mark.slow, id=f"{layout}-{pages}"
-        )
+        pytest.param((layout, way), marks=() if (layout, way) in QUICK else pytest.mark.slow, id=f"{layout}-{way}")
         for layout in LAYOUTS
-        for pages in (512, 0)
+        for way in WAYS
     ]
 )
-def decode(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Worker]:
-    layout, backup_pages = request.param
-    flags = flags_of(LAYOUTS[layout], MODEL, backup_pages=backup_pages, **POOL, **BETS)
+def way(request: pytest.FixtureRequest) -> tuple[str, str]:
+    layout, name = request.param
+    return layout, name
+
+
+@pytest.fixture
+def decode(way: tuple[str, str], tmp_path: Path) -> Iterator[Worker]:
+    flags = flags_of(LAYOUTS[way[0]], MODEL, **POOL, **BETS, **WAYS[way[1]])
     worker = Worker("decode", tmp_path, "decode", **flags)
     worker.wait()
     yield worker
@@ -73,7 +82,10 @@ async def alone(worker: Worker, input_ids: Sequence[int], **more: Any) -> httpx.
         return await client.post(f"{worker.url}/generate", json=body)
 
 
-async def test_retracted_answers_are_the_uninterrupted_ones(prefill: Worker, decode: Worker) -> None:
+async def test_retracted_answers_are_the_uninterrupted_ones(
+    prefill: Worker, decode: Worker, way: tuple[str, str]
+) -> None:
+    before = told(prefill, "counters")["rebootstraps_total"]
     both, lone = prompts(), prompts()[::3]
     legs = [answer_of(prefill, decode, prompt, COUNT) for prompt, _ in both]
     answers, alones = await asyncio.gather(
@@ -86,7 +98,11 @@ async def test_retracted_answers_are_the_uninterrupted_ones(prefill: Worker, dec
     gauges, counters = told(decode, "gauges"), told(decode, "counters")
     backups = counters["retractions_total{way=backup}"]
     assert backups + counters["retractions_total{way=recompute}"] >= 2
-    assert (backups > 0) == (gauges["backup_pages"] > 0)
+    assert (backups > 0) == (gauges["backup_pages"] > 0) == (way[1] == "backup")
+    again = counters["rebootstraps_total{outcome=done}"]
+    assert (again > 0) == (way[1] == "rebootstrap")
+    assert told(prefill, "counters")["rebootstraps_total"] - before >= again
+    assert counters["rebootstraps_total{outcome=fallback}"] == 0
     assert gauges["pages_free"] == gauges["pages"]
     assert gauges["backup_pages_free"] == gauges["backup_pages"]
 

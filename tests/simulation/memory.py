@@ -91,8 +91,8 @@ class Pressure:
     """
 
     PHASES = ("backing_up", "backing_up", "retracted", *("restoring",) * 5)
-    AWAY = (*("resolving.away", "greeting.away") * 3, *("transferring.away", "prealloc.away") * 4)
-    OF_PREFILL = ("prefill crash", "prefill drain", "prefill pause")
+    AWAY = (*("resolving.away", "greeting.away") * 3, *("transferring.away", "prealloc.away", "writing.away") * 4)
+    OF_PREFILL = ("prefill abort_all", "prefill crash", "prefill drain", "prefill pause")
     STRIKES = 6
 
     def __init__(self, world: "World") -> None:
@@ -114,7 +114,7 @@ class Pressure:
             self._aims += [(random.choice(self.PHASES), random.choice(("client_abort", "stop"))) for _ in range(2)]
             # A prompt that is computed here is between two steps only while others, or nobody, compute.
             self._aims += [("again", "hold"), ("again.idle", random.choice(("retract", "stop")))] * 3
-            kinds += self.OF_PREFILL if world.shape.process_faults else ()
+            kinds += self.OF_PREFILL if world.shape.process_faults else self.OF_PREFILL[:1]
             for away in random.sample(self.AWAY, 2):
                 self._aims += [(away, kind) for kind in ("stop", random.choice(kinds), "stop", random.choice(kinds))]
 
@@ -174,12 +174,14 @@ class Pressure:
 
 def _phases(unit: "Unit") -> dict[RequestId, str]:
     """Phases of its requests. What was retracted is told apart: "again", or "again.idle" between steps, where it is
-    computed here, and with ".away" where it is on its way through prefill.
+    computed here, and with ".away" where it is on its way through prefill, and "writing.away" while its pages are written.
     """
     found = dict(unit.phases)
     for rid, one in unit.ranks[0].ledger.live.items():
         if one.phase is Phase.COMPUTING and one.is_retracted:
             found[rid] = "again" if one.in_step else "again.idle"
         elif Reentry.is_away(one):
-            found[rid] += ".away"
+            attempts = [rank.transfer.attempts.get((one.room, one.attempt)) for rank in unit.ranks]
+            written = any(attempt is not None and attempt.busy for attempt in attempts)
+            found[rid] = "writing.away" if written else f"{found[rid]}.away"
     return found
