@@ -84,6 +84,10 @@ def tightened(shape: Shape, seed: int) -> Shape:
     )
 
 
+HUNTS = {"writing.away": "transferring.away"}
+"""Moments that no log entry shows, and the phase in which they come."""
+
+
 class Pressure:
     """What happens where memory is short: clients leave or stop, and processes fail, just while somebody is retracted.
 
@@ -123,13 +127,28 @@ class Pressure:
         if not self._aims or self.world.healed or unit.side != "decode":
             return
         phases = _phases(unit)
-        aims = [aim for aim in self._aims if aim[0] in phases.values()]
+        aims = [aim for aim in self._aims if HUNTS.get(aim[0], aim[0]) in phases.values()]
         away = [aim for aim in aims if aim[0] in self.AWAY]
         # Of these one after another, each with a victim of its own.
         for aim in [*(aim for aim in aims if aim[0] not in self.AWAY), *away[:1]]:
             self._aims.remove(aim)
-            rid = next(rid for rid, phase in phases.items() if phase == aim[0])
-            self.world.at(0, self._strike, unit, rid, *aim)
+            begins = HUNTS.get(aim[0])
+            rid = next(rid for rid, phase in phases.items() if phase == (begins or aim[0]))
+            if begins is None:
+                self.world.at(0, self._strike, unit, rid, *aim)
+            else:
+                self._hunt(unit, rid, begins, aim[1])
+
+    def _hunt(self, unit: "Unit", rid: RequestId, phase: str, kind: str) -> None:
+        """Strike in the very moment in which a page is written."""
+        if self.world.healed or not unit.alive or _phases(unit).get(rid) != phase:
+            return
+        one = unit.ranks[0].ledger.live[rid]
+        attempts = [rank.transfer.attempts.get((one.room, one.attempt)) for rank in unit.ranks]
+        if any(attempt is not None and attempt.busy for attempt in attempts):
+            self._strike(unit, rid, phase, kind)
+        else:
+            self.world.at(1, self._hunt, unit, rid, phase, kind)
 
     def _strike(self, unit: "Unit", rid: RequestId, phase: str, kind: str) -> None:
         if self.world.healed or not unit.alive or _phases(unit).get(rid) != phase:
@@ -174,14 +193,12 @@ class Pressure:
 
 def _phases(unit: "Unit") -> dict[RequestId, str]:
     """Phases of its requests. What was retracted is told apart: "again", or "again.idle" between steps, where it is
-    computed here, and with ".away" where it is on its way through prefill, and "writing.away" while its pages are written.
+    computed here, and with ".away" where it is on its way through prefill.
     """
     found = dict(unit.phases)
     for rid, one in unit.ranks[0].ledger.live.items():
         if one.phase is Phase.COMPUTING and one.is_retracted:
             found[rid] = "again" if one.in_step else "again.idle"
         elif Reentry.is_away(one):
-            attempts = [rank.transfer.attempts.get((one.room, one.attempt)) for rank in unit.ranks]
-            written = any(attempt is not None and attempt.busy for attempt in attempts)
-            found[rid] = "writing.away" if written else f"{found[rid]}.away"
+            found[rid] += ".away"
     return found

@@ -11,12 +11,6 @@ from baton_core.machine import Handoff, Phase
 from simulation.test_planted_bugs import caught
 
 
-def test_a_rebootstrap_that_keeps_its_old_attempt_number_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Reentry.leaves
-    monkeypatch.setattr(Reentry, "leaves", lambda self, req, attempt: real(self, req, req.attempt))
-    caught(0, "is open for", "law of pages", "tokens", "KeyError")
-
-
 def test_a_token_that_is_counted_twice_when_it_comes_again_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     real = DecodeTransferQueue._commit_transfer_to_req
 
