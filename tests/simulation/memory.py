@@ -95,7 +95,11 @@ class Pressure:
     """
 
     PHASES = ("backing_up", "backing_up", "retracted", *("restoring",) * 5)
-    AWAY = (*("resolving.away", "greeting.away") * 3, *("transferring.away", "prealloc.away", "writing.away") * 4)
+    AWAY = (
+        *("greeting.away",) * 6,
+        *("prealloc.away",) * 4,
+        *("resolving.away", "transferring.away", "writing.away") * 3,
+    )
     OF_PREFILL = ("prefill abort_all", "prefill crash", "prefill drain", "prefill pause")
     STRIKES = 6
 
