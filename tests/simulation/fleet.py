@@ -41,7 +41,16 @@ REGISTRY = "registry:8990"
 REQUESTS_MAX = 14
 RECOVERED_MS = 12_000
 """So long after the last fault every new request succeeds: probes, breakers and leases have seen that all is well."""
-KINDS = ("router_crash", "router_pause", "registry_crash", "registry_pause", "hop_cut", "hop_cut")
+KINDS = (
+    "router_crash",
+    "router_pause",
+    "registry_crash",
+    "registry_pause",
+    "hop_cut",
+    "hop_cut",
+    *("stream_broken",) * 3,
+)
+AIM_MS = 10
 
 
 def is_fleet(seed: int) -> bool:
@@ -266,6 +275,9 @@ class Fleet:
         registry = self.registry
         if world.healed or (kind.startswith("registry") and registry is None):
             return
+        if kind == "stream_broken":
+            self._break_a_stream()
+            return
         world.fault(kind, None)
         away_ms = random.choice((50, 1_500, 5_000))
         if kind == "router_crash":
@@ -288,6 +300,15 @@ class Fleet:
             process = router if kind == "router_pause" else registry.process  # type: ignore[union-attr]
             process.pause()
             world.at(away_ms, process.resume)
+
+    def _break_a_stream(self) -> None:
+        """A decode worker dies in the middle of an answer, as soon as there is one."""
+        world = self.world
+        running = [unit for unit in world.living() if unit.side == "decode" and "running" in unit.phases.values()]
+        if running:
+            world.chaos.strike("crash", self.random.choice(running), "")
+        else:
+            world.at(AIM_MS, self._strike, "stream_broken")
 
     def _restart(self, router: Router) -> None:
         if self.routers[router.number] is router and not router.alive:

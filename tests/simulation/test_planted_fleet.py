@@ -32,7 +32,7 @@ def caught(*names: str, first: int = 0) -> None:
 
 def test_a_router_that_begins_a_stream_again_after_a_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Journal, "has_begun", property(lambda self: False))
-    caught("tokens", first=550)
+    caught("tokens", first=120)
 
 
 def test_a_router_that_tries_a_wrong_request_again_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +74,7 @@ def test_a_leg_that_is_counted_for_ever_is_noticed(monkeypatch: pytest.MonkeyPat
 
 def test_a_breaker_that_never_closes_again_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Breaker, "state", lambda self, now: self._state)
-    caught("recovery", first=600)
+    caught("recovery", first=100)
 
 
 def test_a_registry_that_keeps_the_dead_life_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ def test_look_ups_that_remember_the_dead_are_noticed(monkeypatch: pytest.MonkeyP
         pass
 
     monkeypatch.setattr(peers.Peers, "forget", forget)
-    caught("recovery", first=650)
+    caught("recovery", first=100)
 
 
 def test_a_worker_that_is_never_probed_again_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
