@@ -99,6 +99,7 @@ class RegistrarLimits:
     retry_first_ms: Millis = 100  # pause after a failure, doubled each time …
     retry_max_ms: Millis = 2_000  # … up to this; attempts never end
     room_renew_ms: Millis = 40_000  # an open room is registered again; registries keep rooms for 120 s
+    room_kept_ms: Millis = 10_000  # a room that failed stays registered so long: decode's leg may come late, and ask
     rooms_max: int = 65_536  # open rooms; more: `Overloaded`
     deregister_ms: Millis = 1_000  # all registries together, at shutdown
 

@@ -243,6 +243,12 @@ class RegistryTable:
         self._rooms[key] = _RoomEntry(dp_rank, now + self._limits.room_ms)
         return None
 
+    def close_room(self, room: Room, dp_rank: int, instance_name: str | None) -> None:
+        """This room does not run there any more; nothing changes where it runs on another rank by now."""
+        entry = self._rooms.get((instance_name, room))
+        if entry is not None and entry.dp_rank == dp_rank:
+            del self._rooms[instance_name, room]
+
     def dp_ranks(self, rooms: Iterable[Room], instance_name: str | None, now: Millis) -> dict[Room, int] | Refused:
         """DP rank of each room that is known; others are absent."""
         instance = self.select(instance_name, now)

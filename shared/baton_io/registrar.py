@@ -9,11 +9,9 @@ a renewal, or under another incarnation; then every rank and every open room is 
 """
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import islice
 from urllib.parse import quote
 
 import aiohttp
@@ -24,6 +22,7 @@ from baton_core.events import RankEndpoint
 from baton_core.limits import Millis, RegistrarLimits
 from baton_core.registration import Endpoint, Layout, RankRegistration, registration_body
 from baton_core.request import Incarnation, Room
+from baton_core.room_news import RoomNews
 from baton_io.registry_client import REGISTRY_INCARNATION, RegistryError, Reply, address_of, call
 
 log = structlog.get_logger()
@@ -146,11 +145,11 @@ class Registrar:
             if link.url in urls:
                 link.announce(room, dp_rank)
 
-    def close_room(self, room: Room) -> None:
-        """The room is over: it is told once if it was not yet, and registries forget it by themselves."""
+    def close_room(self, room: Room, *, went_well: bool) -> None:
+        """The room is over: registries are to forget it, at once or, since decode's leg may still ask, after a while."""
         self._rooms.pop(room, None)
         for link in self._links:
-            link.withdraw(room)
+            link.withdraw(room, went_well=went_well)
 
     def lose_unit(self, dp_rank: int) -> None:
         """A DP rank is over while the others serve on: its ranks leave every registry."""
@@ -202,9 +201,7 @@ class _Link:
         self._since_ms = clock()
         self._problem = ""
         self._renew_due_ms: Millis = 0
-        # Ordered dictionaries, because both are consumed from the front.
-        self._unannounced: OrderedDict[Room, int] = OrderedDict()
-        self._room_due_ms: OrderedDict[Room, Millis] = OrderedDict()  # oldest first: every room waits equally long
+        self._news = RoomNews(limits)
         self._leaving: dict[int, None] = {}  # DP ranks that the registry must be told to forget
         self._wake = asyncio.Event()
 
@@ -215,14 +212,13 @@ class _Link:
 
     def announce(self, room: Room, dp_rank: int) -> None:
         """Register this room as soon as possible."""
-        self._unannounced[room] = dp_rank
-        if len(self._unannounced) > self._limits.rooms_max:  # a registry that is long gone
-            self._unannounced.popitem(last=False)
+        self._news.open(room, dp_rank)
         self._wake.set()
 
-    def withdraw(self, room: Room) -> None:
-        """Renew this room no more."""
-        self._room_due_ms.pop(room, None)
+    def withdraw(self, room: Room, *, went_well: bool) -> None:
+        """Renew this room no more, and take it back."""
+        self._news.close(room, self._clock(), went_well=went_well)
+        self._wake.set()
 
     def lose_unit(self, dp_rank: int) -> None:
         """Take the ranks of this DP rank out as soon as possible."""
@@ -280,9 +276,10 @@ class _Link:
             self._registry_incarnation = reply.headers.get(REGISTRY_INCARNATION)
         self._renew_due_ms = self._clock() + self._limits.lease_ms // 3
         self._leaving |= self._lost
+        self._news.forgotten()
         for room, one in self._rooms.items():
             if self.url in one.urls:
-                self._unannounced[room] = one.dp_rank
+                self._news.open(room, one.dp_rank)
         self._problem = ""
         self._move(State.REGISTERED)
         ranks = len(self._registration.ranks)
@@ -312,15 +309,15 @@ class _Link:
             log.warning("registrar.unit_not_left", registry=self.url, dp_rank=dp_rank, cause=reply.text)
 
     async def _announce_rooms(self) -> None:
-        now = self._clock()
-        while self._room_due_ms and next(iter(self._room_due_ms.values())) <= now:
-            room, _ = self._room_due_ms.popitem(last=False)
-            self._unannounced[room] = self._rooms[room].dp_rank
-        plain = self._registry_incarnation is None  # SGLang's own registry takes one room a call
-        told = dict(islice(self._unannounced.items(), 1 if plain else ROOMS_PER_CALL))
-        if not told:
+        plain = self._registry_incarnation is None  # SGLang's own registry takes one room a call, and none back
+        told, over = self._news.take(self._clock(), 1 if plain else ROOMS_PER_CALL)
+        if plain:
+            self._news.heard({}, over, self._clock())
+        if not told and (plain or not over):
             return
-        ranks: dict[str, object] = {"dp_ranks": {str(room): dp_rank for room, dp_rank in told.items()}}
+        ranks: dict[str, object] = {"dp_ranks": _by_text(told)}
+        if over:
+            ranks["over"] = _by_text(over)
         if plain:
             ranks = {"bootstrap_room": next(iter(told)), "dp_rank": next(iter(told.values()))}
         body = {"instance": self._registration.instance} | ranks
@@ -331,17 +328,12 @@ class _Link:
         if reply.status != 200:
             # These rooms alone are in trouble; they are tried again when they are due.
             log.warning("registrar.rooms_refused", registry=self.url, status=reply.status, cause=reply.text)
-        for room, dp_rank in told.items():
-            if self._unannounced.get(room) == dp_rank:  # else it was opened anew meanwhile
-                del self._unannounced[room]
-            if room in self._rooms:
-                self._room_due_ms[room] = self._clock() + self._limits.room_renew_ms
-                self._room_due_ms.move_to_end(room)
+        self._news.heard(told, over, self._clock())
 
     async def _wait(self) -> None:
-        if self._unannounced or self._leaving or self.state is not State.REGISTERED:
+        if self._news.has_any or self._leaving or self.state is not State.REGISTERED:
             return
-        due_ms = min([self._renew_due_ms, *list(self._room_due_ms.values())[:1]])
+        due_ms = min(due for due in (self._renew_due_ms, self._news.due()) if due is not None)
         try:
             async with asyncio.timeout(max(0, due_ms - self._clock()) / 1000):
                 await self._wake.wait()
@@ -380,3 +372,8 @@ class _Link:
         if state is not self.state:
             self.state = state
             self._since_ms = self._clock()
+
+
+def _by_text(rooms: Mapping[Room, int]) -> dict[str, int]:
+    """Keys of JSON are texts."""
+    return {str(room): dp_rank for room, dp_rank in rooms.items()}

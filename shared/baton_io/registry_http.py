@@ -115,8 +115,18 @@ def rooms_field(body: Mapping[str, object]) -> list[tuple[int, int]]:
     many = body.get("dp_ranks")
     if many is None:
         return [(integer_field(body, "bootstrap_room"), integer_field(body, "dp_rank"))]
+    return _pairs("dp_ranks", many)
+
+
+def over_field(body: Mapping[str, object]) -> list[tuple[int, int]]:
+    """(room, DP rank) of each room in `over`, which ran there and does not any more. Raises ClientError."""
+    many = body.get("over")
+    return [] if many is None else _pairs("over", many)
+
+
+def _pairs(name: str, many: object) -> list[tuple[int, int]]:
     if not isinstance(many, dict):
-        raise ClientError(f"dp_ranks must be an object from room to DP rank, not {type(many).__name__}")
+        raise ClientError(f"{name} must be an object from room to DP rank, not {type(many).__name__}")
     return [
         (integer_field({"bootstrap_room": room}, "bootstrap_room"), integer_field({"dp_rank": rank}, "dp_rank"))
         for room, rank in many.items()

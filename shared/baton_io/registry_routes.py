@@ -34,6 +34,7 @@ from baton_io.registry_http import (
     integer_of,
     json_of,
     object_of,
+    over_field,
     parse_query,
     read_body,
     rooms_field,
@@ -158,9 +159,10 @@ class RegistryRoutes:
         return _written(outcome)
 
     async def register_dp_rank(self, call: Call) -> Answer:
-        """POST /register_dp_rank: a room runs on a rank; ours also tell many at once (`dp_ranks`)."""
+        """POST /register_dp_rank: a room runs on a rank; ours also tell many at once (`dp_ranks`), and what is `over`."""
         body = object_of(call.body)
-        return _written(await self.store.write(PutRooms(instance=instance_field(body), rooms=tuple(rooms_field(body)))))
+        rooms, over = tuple(rooms_field(body)), tuple(over_field(body))
+        return _written(await self.store.write(PutRooms(instance=instance_field(body), rooms=rooms, over=over)))
 
     async def query_dp_ranks(self, call: Call) -> Answer:
         """POST /query_dp_ranks: ranks of rooms; unknown rooms are absent."""

@@ -50,10 +50,11 @@ class Deregister:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutRooms:
-    """Rooms run on DP ranks."""
+    """Rooms run on DP ranks; others that ran are over."""
 
     instance: str | None
     rooms: tuple[tuple[Room, int], ...]
+    over: tuple[tuple[Room, int], ...] = ()
 
 
 Write = Register | Drop | Renew | Deregister | PutRooms
@@ -123,6 +124,8 @@ def apply(table: RegistryTable, write: Write, now: Millis) -> Outcome:
             assert write.dp_rank is not None
             return table.deregister_unit(write.instance, write.incarnation, write.dp_rank, now)
         case PutRooms():
+            for room, dp_rank in write.over:
+                table.close_room(room, dp_rank, write.instance)
             told = [table.put_room(room, dp_rank, write.instance, now) for room, dp_rank in write.rooms]
             return next((one for one in told if one is not None), None)
 

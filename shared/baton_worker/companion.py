@@ -34,8 +34,8 @@ class Announcer(Protocol):
     def register(self, rooms: tuple[RegisterRank, ...]) -> None:
         """These rooms run on these DP ranks; never blocks."""
 
-    def close_room(self, room: Room) -> None:
-        """The room's request is over: register it no more."""
+    def close_room(self, room: Room, *, went_well: bool) -> None:
+        """The room's request is over: register it no more. Where it went well nobody will ask for it."""
 
     def unit_lost(self, dp_rank: int) -> None:
         """A unit is gone for good, while others still serve."""

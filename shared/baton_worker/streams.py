@@ -62,6 +62,11 @@ class RequestStream:
         """Whether the end has come (delivered or not)."""
         return self._finish is not None
 
+    @property
+    def went_well(self) -> bool:
+        """Whether it ended with its answer."""
+        return self._finish is not None and self._finish.type is not FinishType.ABORT
+
     def push(self, emit: Emit) -> None:
         """The scheduler said something. Ignored after the end."""
         if self._finish is not None:

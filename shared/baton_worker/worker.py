@@ -305,12 +305,12 @@ class Worker:
             if self.streams.is_live(one.rid):
                 self._registered[one.rid] = one.room
             else:
-                self._announcer.close_room(one.room)  # told once: decode's leg may still ask
+                self._announcer.close_room(one.room, went_well=False)  # told once: decode's leg may still ask
 
     def _stream_closed(self, stream: RequestStream) -> None:
         room = self._registered.pop(stream.scheduler_rid, None)
         if room is not None and self._announcer is not None:
-            self._announcer.close_room(room)
+            self._announcer.close_room(room, went_well=stream.went_well)
 
     async def _look_up(self, unit: Unit, lookup: LookUp) -> None:
         try:

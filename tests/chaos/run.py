@@ -3,9 +3,11 @@
     python tests/chaos/run.py --minutes 2 --seed 1
     python tests/chaos/run.py --prefill 2 --decode 2 --prefill-layout pp=2 --decode-layout tp=3 --cut-links
 
-Every fault heals (a killed process is started again with `baton restart`, a stopped one continues), so that at the end the
-stack must be whole: the greedy answer is what it always was, every page and row is free, and in between every request had
-exactly one ending: an answer, an error with a status, or an error event in its stream. Exits 1 and keeps the logs if not.
+Every fault heals (a killed process is started again with `baton restart`, a stopped one continues, a cut link is mended),
+so that in the end the stack must be whole: 30 s after the last fault every request succeeds, the greedy answer is what it
+always was, every page, row and slot is free, and no process holds more descriptors, sockets, mappings, threads or memory
+than before. In between every request had exactly one ending: an answer, which is the right one where it is known, an error
+with a status, or an error event in its stream. Exits 1 and keeps the logs if not.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import held
 import links
 
 from integration.noise import listening_ports
@@ -37,12 +41,20 @@ BUDGET_MS = 60_000  # sent with every request, so that slowness ends in an answe
 ANSWER_S = BUDGET_MS / 1_000 + 5  # a request that has no ending by then hangs
 
 
+GOLD_SHARE = 0.3
+WARM_S = 10.0
+RECOVERED_S = 30.0  # so long after the last fault every request succeeds
+AFTERWARDS_S = 10.0  # … for so long, at least
+
+
 class Hang(AssertionError):
     """A request had no ending in time."""
 
 
 async def one_request(client: httpx.AsyncClient, url: str, draw: random.Random) -> str:
-    """A request of a random kind; how it ended."""
+    """A request of a random kind; how it ended. Raises AssertionError for a wrong answer."""
+    if draw.random() < GOLD_SHARE:
+        return await one_known_request(client, url, draw)
     sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": draw.randint(1, 60)}
     body: dict[str, Any] = {"text": "word " * draw.randint(1, 400) + str(draw.random()), "sampling_params": sampling}
     stream = draw.random() < 0.5
@@ -55,6 +67,21 @@ async def one_request(client: httpx.AsyncClient, url: str, draw: random.Random) 
         raise Hang(f"no ending within {ANSWER_S} s: {body['sampling_params']} stream={stream}") from error
     except httpx.TransportError as error:
         return type(error).__name__
+
+
+async def one_known_request(client: httpx.AsyncClient, url: str, draw: random.Random) -> str:
+    """A greedy request whose answer is known: it is that one, or an error."""
+    prompt = draw.choice(gold()[:8])
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            answer = await client.post(f"{url}/generate", json=greedy(prompt))
+    except TimeoutError as error:
+        raise Hang(f"no ending within {ANSWER_S} s: {prompt['name']}") from error
+    except httpx.TransportError as error:
+        return type(error).__name__
+    if answer.status_code == 200:
+        assert answer.json()["output_ids"] == prompt["output_ids"], f"GOLD, amid faults: {prompt['name']}"
+    return str(answer.status_code)
 
 
 async def one_stream(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> str:
@@ -70,12 +97,23 @@ async def one_stream(client: httpx.AsyncClient, url: str, body: dict[str, Any]) 
     return "error event" if "error" in json.loads(last or "{}") else "stream cut without a word"
 
 
-async def load(stack: Stack, endings: collections.Counter[str], until: float, draw: random.Random) -> None:
-    """Keep asking until `until`."""
+@dataclass
+class Clients:
+    """What all clients have seen. `failed_s`: when the latest request was sent that did not succeed."""
+
+    until_s: float
+    endings: collections.Counter[str] = field(default_factory=collections.Counter)
+    failed_s: float = 0.0
+
+
+async def load(stack: Stack, clients: Clients, draw: random.Random) -> None:
+    """Keep asking until it is time to end."""
     async with httpx.AsyncClient(timeout=None, headers={"x-baton-budget-ms": str(BUDGET_MS)}) as client:
-        while time.monotonic() < until:
+        while (sent_s := time.monotonic()) < clients.until_s:
             ending = await one_request(client, stack.url, random.Random(draw.random()))
-            endings[ending] += 1
+            clients.endings[ending] += 1
+            if ending != "200":
+                clients.failed_s = max(clients.failed_s, sent_s)
             if ending == "503":
                 await asyncio.sleep(0.2)  # nobody is there to take it
 
@@ -141,6 +179,28 @@ async def whole(stack: Stack) -> None:
     for gauges in await every_rank(stack):
         assert gauges["pages_free"] == gauges["pages"], f"LEAK: {gauges}"
         assert gauges.get("rows_free") == gauges.get("rows"), f"LEAK: {gauges}"
+        assert gauges.get("backup_pages_free") == gauges.get("backup_pages"), f"LEAK: {gauges}"
+        assert not gauges.get("quarantined_pages"), f"LEAK: {gauges}"
+
+
+async def warm(stack: Stack) -> dict[str, held.Held]:
+    """Let everybody meet everybody, and see what each process holds then, at rest."""
+    clients = Clients(until_s=time.monotonic() + WARM_S)
+    await asyncio.gather(*(load(stack, clients, random.Random(number)) for number in range(16)))
+    await whole(stack)
+    return held.of_stack(stack.state)
+
+
+async def nothing_is_held(stack: Stack, before: dict[str, held.Held]) -> None:
+    """No process holds more than before; connections that nobody uses take a while to close."""
+    stack.refresh()
+    found: list[str] = []
+
+    async def level() -> bool:
+        found[:] = held.grown(before, held.of_stack(stack.state))
+        return not found
+
+    await eventually(level, "LEAK", lambda: "; ".join(found), within_s=30)
 
 
 async def every_rank(stack: Stack) -> list[dict[str, Any]]:
@@ -163,20 +223,24 @@ async def chaos(options: argparse.Namespace, directory: Path) -> None:
     stack = await asyncio.to_thread(Stack.up, directory, *shape, settings=(*SETTINGS, *layouts))
     try:
         say("the stack is up")
-        endings: collections.Counter[str] = collections.Counter()
-        until = time.monotonic() + options.minutes * 60
-        clients = [
-            asyncio.create_task(load(stack, endings, until, random.Random(draw.random())))
-            for _ in range(options.clients)
-        ]
-        while time.monotonic() < until:
+        before = await warm(stack)
+        say("everybody has met everybody")
+        until_s = time.monotonic() + options.minutes * 60
+        clients = Clients(until_s=until_s + 1e6)
+        asking = asyncio.gather(*(load(stack, clients, random.Random(draw.random())) for _ in range(options.clients)))
+        while time.monotonic() < until_s and not asking.done():
             await asyncio.sleep(draw.uniform(0.5, 4))
             await hurt(stack, draw, say, cut_links=options.cut_links)
-        for client in clients:
-            await client
-        say(f"endings: {dict(sorted(endings.items()))}")
-        assert not endings["stream cut without a word"]
+        healed_s = time.monotonic()
+        clients.until_s = healed_s + RECOVERED_S + AFTERWARDS_S
+        await asking
+        say(f"endings: {dict(sorted(clients.endings.items()))}")
+        assert not clients.endings["stream cut without a word"]
+        recovered_s = max(0.0, clients.failed_s - healed_s)
+        assert recovered_s <= RECOVERED_S, f"a request sent {recovered_s:.1f} s after the last fault failed"
+        say(f"the last request that failed was sent {recovered_s:.1f} s after the last fault")
         await whole(stack)
+        await nothing_is_held(stack, before)
         say("whole again: GOLD and LEAK pass")
     finally:
         await asyncio.to_thread(stack.down)

@@ -213,7 +213,7 @@ async def test_open_rooms_are_bounded(session: aiohttp.ClientSession) -> None:
     registrar.open_room(1, 0)
     with pytest.raises(Overloaded, match="rooms_max"):
         registrar.open_room(2, 0)
-    registrar.close_room(1)
+    registrar.close_room(1, went_well=True)
     registrar.open_room(2, 0)
 
 
@@ -232,7 +232,8 @@ async def test_a_worker_of_all_axes_is_found_unit_by_unit_in_the_order_of_member
 
 
 async def test_many_rooms_are_told_in_few_calls(session: aiohttp.ClientSession) -> None:
-    async with registry() as port, registering(session, port, worker=registration(layout=BY_QUERY)) as registrar:
+    worker, limits = registration(layout=BY_QUERY), replace(ROOMS_ONCE, lease_ms=60_000)
+    async with registry() as port, registering(session, port, worker=worker, limits=limits) as registrar:
         await until(registrar.registered)
         for room in range(1, 3_001):
             registrar.open_room(room, room % 3 % 2)
@@ -265,10 +266,38 @@ async def test_a_room_that_is_over_before_it_was_told_is_told_once(session: aioh
     bound.close()
     async with registering(session, port, worker=registration(layout=BY_QUERY)) as registrar:
         registrar.open_room(7, 1)
-        registrar.close_room(7)
+        registrar.close_room(7, went_well=False)
         async with registry(port=port):
             answer = await resolved(Peers(session, Limits(lookup_ms=5_000)), look_up(port, room=7))
     assert answer.infos.dp_rank == 1
+
+
+async def test_a_room_is_taken_back_when_it_went_well_and_may_run_elsewhere_at_once(
+    session: aiohttp.ClientSession,
+) -> None:
+    peers = Peers(session, Limits(lookup_ms=5_000))
+    async with registry() as port, registering(session, port, worker=registration(layout=BY_QUERY)) as registrar:
+        await until(registrar.registered)
+        registrar.open_room(7, 0)
+        assert (await resolved(peers, look_up(port, room=7))).infos.dp_rank == 0
+        registrar.close_room(7, went_well=True)
+        await until(lambda: not registrar._links[0]._news.has_any)
+        asking = asyncio.create_task(resolved(peers, look_up(port, room=7)))
+        registrar.open_room(7, 1)
+        assert (await asking).infos.dp_rank == 1, "nobody is sent to where the room ran before"
+
+
+async def test_a_room_that_failed_is_found_by_its_late_leg_and_then_taken_back(session: aiohttp.ClientSession) -> None:
+    limits = replace(ROOMS_ONCE, room_kept_ms=300)
+    worker = registration(layout=BY_QUERY)
+    async with registry() as port, registering(session, port, worker=worker, limits=limits) as registrar:
+        await until(registrar.registered)
+        registrar.open_room(7, 1)
+        registrar.close_room(7, went_well=False)
+        assert (await resolved(Peers(session, LIMITS), look_up(port, room=7))).infos.dp_rank == 1
+        await until(lambda: registrar._links[0]._news.due() is None)
+        await until(lambda: not registrar._links[0]._news.has_any)
+        await failed(Peers(session, LIMITS), look_up(port, room=7), naming="the DP rank of room 7 within")
 
 
 async def test_a_registry_that_restarted_is_noticed_with_the_next_room_long_before_the_lease(
@@ -456,7 +485,7 @@ async def test_a_switch_on_decode_alone_costs_a_question_and_no_request(session:
         answers = [await resolved(peers, look_up(port, room=room)) for room in (4, 5)]
         took = monotonic_ms() - started
         registrar.open_room(6, 1)
-        await until(lambda: not registrar._links[0]._unannounced)
+        await until(lambda: not registrar._links[0]._news.has_any)
         told = await resolved(peers, look_up(port, room=6))
     assert [answer.infos.dp_rank for answer in answers] == [0, 1], "prefill follows, or it has failed the request"
     assert told.infos.dp_rank == 1, "what the registry knows wins"

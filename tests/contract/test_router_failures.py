@@ -179,6 +179,15 @@ async def test_fifty_streams_that_break_end_each_with_one_error_event_and_leave_
         await w.idle()
 
 
+async def test_a_stream_that_breaks_behind_its_end_mark_is_whole() -> None:
+    """Its client has everything: an error event after `[DONE]` would be a second ending."""
+    whole = event({"text": "a"}) + b"data: [DONE]\n\n"
+    async with world(decode=(dies_after(whole),)) as w:
+        async with w.client.post() as response:
+            assert await response.read() == whole
+        await w.idle()
+
+
 async def test_a_rolling_restart_of_every_decode_worker_fails_no_request() -> None:
     async with world(decode=(decodes, decodes, decodes), probe_interval_ms=20) as w:
         statuses: list[int] = []

@@ -190,7 +190,7 @@ async def test_a_registered_room_is_open_as_long_as_its_request(start: Start) ->
         assert announcer.told == ["room 77 on 1"]
         await running.http.post("/abort_request", json={"rid": "reg-1"})
         await asked
-    assert announcer.told == ["room 77 on 1", "room 77 over"]
+    assert announcer.told == ["room 77 on 1", "room 77 over without an answer"]
 
 
 # -- what operators see

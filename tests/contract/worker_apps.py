@@ -67,8 +67,8 @@ class ScriptedAnnouncer:
     def register(self, rooms: tuple[RegisterRank, ...]) -> None:
         self.told += [f"room {one.room} on {one.dp_rank}" for one in rooms]
 
-    def close_room(self, room: int) -> None:
-        self.told.append(f"room {room} over")
+    def close_room(self, room: int, *, went_well: bool) -> None:
+        self.told.append(f"room {room} over" if went_well else f"room {room} over without an answer")
 
     def unit_lost(self, dp_rank: int) -> None:
         self.told.append(f"unit {dp_rank} lost")

@@ -188,8 +188,9 @@ class Clients:
             if random.random() < 0.5:
                 return None
             earlier.plain = earlier.own_room = pair.plain = pair.own_room = False
-        if world.shape.balance != FOLLOW:
-            pair.plain = pair.own_room = False  # the registry may still know on which DP rank the room's last life ran
+        if world.shape.balance != FOLLOW and not (well and long_ago):
+            # The registry keeps a failed room a while, for a late leg: it knows on which DP rank the last life ran.
+            pair.plain = pair.own_room = False
         world.fault("room_reused", None)
         return earlier
 
@@ -340,6 +341,8 @@ class Clients:
         self.open -= 1
         outcome = finish.type.value if verdict is None and finish is not None else verdict.reason.name.lower()  # type: ignore[union-attr]
         world.tally.outcomes[f"{leg.side} {outcome}"] += 1
+        if leg.side == "prefill" and verdict is None and leg.request.room:
+            world.registry.close(leg.worker, leg.request.room)
         other = leg.pair.other(leg)
         if verdict is not None and other is not None and other.ended_at is None and not leg.pair.careless:
             world.at(int(world.random.random() * 20), self._abort, other, verdict)

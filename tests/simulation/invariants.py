@@ -105,7 +105,9 @@ _LINKS = (
     "clock_jump",
     "slow_rank",
     "collective_timeout",
+    "hop_cut",
 )
+_HOPS = ("registry_crash", "registry_pause", "hop_cut", "partition")
 _MIXED_UP = ("leg_repeated", "room_reused")
 _STREAMS = (*_LINKS, "restart", "drain", "transfer_slow", "transfer_error", "writer_stuck", "reader_stuck")
 _CAUSES: dict[Reason, tuple[str, ...]] = {
@@ -117,9 +119,9 @@ _CAUSES: dict[Reason, tuple[str, ...]] = {
     Reason.INVALID_REQUEST: ("intake_reject",),
     Reason.DUPLICATE_ROOM: _MIXED_UP,
     Reason.ABORTED: ("abort_all",),
-    Reason.CLIENT_GONE: ("client_abort",),
+    Reason.CLIENT_GONE: ("client_abort", "leg_cancelled"),
     Reason.DRAINING: ("drain", "crash", "collective_timeout"),
-    Reason.LOOKUP_FAILED: ("lookup_failed", "crash", "drain", "collective_timeout", "leg_missing"),
+    Reason.LOOKUP_FAILED: ("lookup_failed", "crash", "drain", "collective_timeout", "leg_missing", *_HOPS),
     Reason.PEER_LOST: (*_LINKS, "lookup_stale", "drain"),
     Reason.DEVICE_FAULT: ("step_failed",),
     Reason.WORKER_LOST: ("crash", "drain", "collective_timeout"),

@@ -191,6 +191,8 @@ class Leader:
 
     def _peer_gone(self, peer: Incarnation, text: str) -> None:
         self.routes.pop(peer, None)
+        if self.world.fleet is not None:
+            self.world.fleet.peer_gone(self.unit.worker, peer)
         self.log.put(PeerGone(peer=peer, verdict=Verdict(reason=Reason.PEER_LOST, text=text)))
 
     def _tick_links(self, now: Millis) -> None:

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from simulation.worker import Worker
     from simulation.world import World
 
+TOLD_MS = 20
+"""A registration is with the registry within this time."""
+
 
 class Registry:
     """Knows who lives at a prefill's address, and on which DP rank a room runs: late, wrongly, or not at all."""
@@ -24,12 +27,16 @@ class Registry:
 
     def register(self, leader: "Leader", effect: RegisterRank) -> None:
         """A prefill unit says that this room runs there."""
-        self.world.at(1 + int(self.world.random.random() * 20), self._registered, leader.unit.worker.name, effect)
+        self.world.at(1 + int(self.world.random.random() * TOLD_MS), self._registered, leader.unit.worker.name, effect)
 
     def _registered(self, name: str, effect: RegisterRank) -> None:
         self._ranks[name, effect.room] = effect.dp_rank
         for leader, look_up in self._waiting.pop((name, effect.room), []):
             self._answer(leader, look_up, False)
+
+    def close(self, name: str, room: Room) -> None:
+        """That room of that prefill worker went well and is over: it is taken back, later than it was told."""
+        self.world.at(TOLD_MS + 1, self._ranks.pop, (name, room), None)
 
     def look_up(self, leader: "Leader", effect: LookUp) -> None:
         """Answer a look-up, after a while."""
@@ -65,7 +72,7 @@ class Registry:
             return
         address = f"{prefill.name}/{dp_rank}"
         endpoints = tuple(RankEndpoint(host=address, port=1 + rank) for rank in range(prefill.parallel.members))
-        infos = BootstrapInfos(incarnation=f"{prefill.name}#{life}", dp_rank=dp_rank, endpoints=endpoints)
+        infos = BootstrapInfos(incarnation=f"{prefill.name}-{life}", dp_rank=dp_rank, endpoints=endpoints)
         leader.put(Resolved(rid=effect.rid, infos=infos))
 
     def _rank(self, prefill: "Worker", effect: LookUp) -> int | None:

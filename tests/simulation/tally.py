@@ -42,8 +42,16 @@ FAULTS = (
     "collective_timeout",
     "client_abort",
     "intake_reject",
+    "router_crash",
+    "router_pause",
+    "registry_crash",
+    "registry_pause",
+    "hop_cut",
+    "leg_cancelled",
+    "router_retry",
+    "router_migration",
 )
-"""Every fault kind that the simulation can inject."""
+"""Every fault kind that the simulation can inject; and that routers cancelled a leg, tried again, continued a stream."""
 
 TABLES: tuple[PhaseTable, ...] = (PREFILL, DECODE)
 LIVE_PHASES = tuple(

@@ -22,6 +22,7 @@ from baton_core.pages import pages_for
 from baton_core.prefill.core import PrefillCore
 from baton_core.request import Finish, FinishType, Room
 from baton_core.rooms import RoomTable
+from simulation.fleet import is_fleet
 from simulation.receiver import Receiver
 from simulation.run import play
 
@@ -29,9 +30,12 @@ SEEDS = 1_000
 
 
 def caught(first: int, *names: str) -> None:
-    """Assert that some seed from `first` on breaks, and that one of these invariants says so."""
+    """Assert that some seed from `first` on breaks, and that one of these invariants says so.
+
+    Worlds with routers are left out: there a client may be the first to notice (`test_planted_fleet`).
+    """
     for seed in range(first, first + SEEDS):
-        failure = play(seed).failure
+        failure = "" if is_fleet(seed) else play(seed).failure
         if failure:
             assert any(name in failure for name in names), f"seed {seed}: {failure}"
             return

@@ -10,6 +10,7 @@
 thread that is stuck in the middle of a page is freed by `fence`, which breaks the streams.
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from baton_core.kv_layout import Plan, UnitLayout
 from baton_core.messages import MetadataRow
 from baton_core.ranks import Member, member_name, unit_of, worker_of
 from baton_core.request import Incarnation, PageId, RequestId, Room
-from simulation.invariants import require
+from simulation.invariants import Broken, require
 
 if TYPE_CHECKING:
     from simulation.network import Stream
@@ -118,8 +119,8 @@ def member_name_beside(leader: Incarnation, member: Member) -> Incarnation:
     return member_name(worker_of(leader), int(unit_of(leader).rpartition("/")[2]), member)
 
 
-class Transfer:
-    """What both sides' backends do alike."""
+class Transfer(ABC):
+    """What both sides' backends do alike; what only one side does is a fault of the core's where the other is asked."""
 
     def __init__(self, rank: "Rank") -> None:
         self.rank = rank
@@ -192,18 +193,21 @@ class Transfer:
             attempt.stopped = True
             self.changed()
 
+    @abstractmethod
     def heard(self, stream: "Stream", message: tuple[object, ...]) -> None:
         """Something arrived on a stream."""
-        raise NotImplementedError
 
     def expect(self, effect: Expect) -> None:
         """Decode only."""
-        raise NotImplementedError
+        self._misasked(effect)
 
     def offer(self, effect: Offer) -> None:
         """Prefill only."""
-        raise NotImplementedError
+        self._misasked(effect)
 
     def push(self, effect: Push) -> None:
         """Prefill only."""
-        raise NotImplementedError
+        self._misasked(effect)
+
+    def _misasked(self, effect: Expect | Offer | Push) -> None:
+        raise Broken(f"sides: {self.rank} was asked to {effect}")

@@ -20,7 +20,7 @@ class Worker:
 
     def __init__(self, world: "World", name: str, side: str, life: int, parallel: Parallel) -> None:
         self.world, self.name, self.side, self.life, self.parallel = world, name, side, life, parallel
-        self.incarnation: Incarnation = f"{name}#{life}"
+        self.incarnation: Incarnation = f"{name}-{life}"
         self.alive, self.draining = True, False
         self._turn = 0
         self.conductor = Conductor(parallel.dp) if parallel.dp_attention and parallel.dp > 1 else None
@@ -63,6 +63,8 @@ class Worker:
     def kill(self) -> None:
         """The worker is gone: memory, pages, connections."""
         self.alive = False
+        if self.world.fleet is not None:
+            self.world.fleet.killed(self)
         for unit in self.units:
             self._end(unit)
 
@@ -77,6 +79,8 @@ class Worker:
         random = self.world.random.random
         if self.conductor is None and any(other.alive for other in self.units):
             self.drain()
+            if self.world.fleet is not None:
+                self.world.fleet.unit_lost(self, unit.dp_rank)
             self.world.at(int(random() * 2_000), self._exit)
         else:
             self._exit()

@@ -4,17 +4,24 @@
 same seed always plays the same way, whatever the hash seed.
 """
 
+import asyncio
 import heapq
 from collections import deque
 from collections.abc import Callable
 from hashlib import blake2b
+from logging import CRITICAL
 from random import Random
+
+import structlog
 
 from baton_core.messages import RoomMessage
 from simulation.clients import Clients
+from simulation.customers import Customers
 from simulation.faults import Chaos
+from simulation.fleet import RECOVERED_MS, Fleet, is_fleet, with_routers
 from simulation.invariants import Broken, check_rest
 from simulation.leader import Leader
+from simulation.loop import VirtualLoop
 from simulation.memory import Pressure, tightened
 from simulation.network import Network
 from simulation.rank import Rank
@@ -22,6 +29,7 @@ from simulation.registry import Registry
 from simulation.shape import Rates, draw_shape
 from simulation.tally import Tally
 from simulation.unit import Unit
+from simulation.wire import Wire
 from simulation.worker import Worker
 
 TRACE_LENGTH = 40
@@ -40,18 +48,24 @@ class World:
         self.trace: deque[tuple[int, Rank, object]] = deque(maxlen=None if traced else TRACE_LENGTH)
         self.tally = Tally()
         self.messages: list[RoomMessage] = []
-        self.shape = tightened(draw_shape(seed, self.random), seed)
+        self.shape = with_routers(tightened(draw_shape(seed, self.random), seed), seed)
         self.rates = self.shape.rates
         self.workers: dict[str, Worker] = {}
         self.ranks: dict[str, Rank] = {}  # of all lives, by name
         self.network = Network(self)
-        self.registry = Registry(self)
+        self.loop, self.wire = VirtualLoop(self), Wire(self)
+        self.healed = False
+        self.fleet = Fleet(self) if is_fleet(seed) else None
+        self.registry = self.fleet or Registry(self)
         for name in self.shape.parallels:
             self.start(name, "prefill" if name[0] == "P" else "decode", 1)
-        self.clients = Clients(self)
+        if self.fleet is None:
+            self.clients = Clients(self)
+        else:
+            self.fleet.begin()
+            self.clients = self.fleet.customers = Customers(self, self.fleet, RECOVERED_MS)
         self.chaos = Chaos(self)
         self.pressure = Pressure(self)
-        self.healed = False
         if self.shape.other_layouts:
             self.fault("layout_differs", None)
 
@@ -59,6 +73,8 @@ class World:
         """A worker begins a life."""
         parallel = self.shape.parallels[name]
         self.workers[name] = Worker(self, name, side, life, parallel)
+        if self.fleet is not None:
+            self.fleet.started(self.workers[name])
         for unit in self.workers[name].units:
             self.ranks.update((rank.name, rank) for rank in unit.ranks)
 
@@ -110,6 +126,18 @@ class World:
 
     def run(self) -> None:
         """Play to rest. Raises Broken where an invariant does not hold."""
+        before, logs = asyncio._get_running_loop(), structlog.get_config()
+        asyncio._set_running_loop(self.loop)
+        structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(CRITICAL))
+        try:
+            self._play()
+        finally:
+            if self.fleet is not None:
+                self.fleet.unwind()
+            asyncio._set_running_loop(before)
+            structlog.configure(**logs)
+
+    def _play(self) -> None:
         self.at(self.shape.heal_ms, self._heal)
         last = self._latest()
         while self._heap:
@@ -120,6 +148,8 @@ class World:
             if self.healed and self.now > last:
                 raise Broken(f"liveness: still busy at {self.now} ms: {self._busy()}")
         self.tally.events = self.events
+        if self.fleet is not None:
+            self.fleet.check_end()
         self.clients.check_end()
         check_rest(self.living())
 
@@ -140,6 +170,8 @@ class World:
                 self.chaos.restart(worker)
             for rank in (rank for unit in worker.units for rank in unit.ranks):
                 self.chaos.resume(rank)
+        if self.fleet is not None:
+            self.fleet.heal()
         self.healed = True
         self.at(100, self._rest)
 
@@ -154,7 +186,7 @@ class World:
 
     def _rest(self) -> None:
         """End the world when nobody waits for anything any more: heartbeats alone would go on for ever."""
-        quiet = not self.clients.open and all(unit.quiet for unit in self.living())
+        quiet = not self.clients.open and not self.wire.is_busy() and all(unit.quiet for unit in self.living())
         if quiet:
             self._heap.clear()
         else:

@@ -347,3 +347,14 @@ def test_a_million_rooms_expire_without_a_stall() -> None:
         table.put_room(room, 0, None, now=0)
     table.expire(now=120_000)
     assert table.rooms_total == 0
+
+
+def test_a_room_is_taken_back_only_from_the_rank_where_it_runs() -> None:
+    table = RegistryTable("registry-1")
+    table.put_room(7, 1, "p0", now=0)
+    table.close_room(7, 0, "p0")
+    table.close_room(7, 1, "p1")
+    table.close_room(8, 1, "p0")
+    assert table.rooms_total == 1
+    table.close_room(7, 1, "p0")
+    assert table.rooms_total == 0

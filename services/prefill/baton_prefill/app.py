@@ -108,10 +108,10 @@ class PrefillCompanion:
             except Overloaded as error:
                 log.warning("room.not_registered", rid=one.rid, room=one.room, cause=error.verdict.text)
 
-    def close_room(self, room: Room) -> None:
+    def close_room(self, room: Room, *, went_well: bool) -> None:
         """The room is over."""
         if self._registrar is not None:
-            self._registrar.close_room(room)
+            self._registrar.close_room(room, went_well=went_well)
 
     def unit_lost(self, dp_rank: int) -> None:
         """Take the ranks of a dead unit out of the registries."""

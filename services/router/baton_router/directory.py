@@ -52,7 +52,7 @@ class _Entry:
     view: Worker
     sources: set[str] = field(default_factory=set)  # of discovery, that name it
     is_held: bool = False  # an operator drains it
-    legs: set[LiveLeg] = field(default_factory=set)
+    legs: dict[LiveLeg, None] = field(default_factory=dict)  # in the order in which they began
     poke: asyncio.Event = field(default_factory=asyncio.Event)
     watcher: "asyncio.Task[None] | None" = None
 
@@ -123,7 +123,7 @@ class Directory:
         self.records.began(target.key)
         entry = self._entries.get((target.worker.role, target.worker.url))
         if entry is not None:
-            entry.legs.add(leg)
+            entry.legs[leg] = None
 
     def ended(self, target: Target, leg: LiveLeg) -> None:
         """A leg of ours ended there, however it ended."""
@@ -131,7 +131,7 @@ class Directory:
         load.in_flight -= 1
         entry = self._entries.get((target.worker.role, target.worker.url))
         if entry is not None:
-            entry.legs.discard(leg)
+            entry.legs.pop(leg, None)
             if entry.is_leaving and not entry.legs:
                 self._drop(target.worker.role, target.worker.url)
         if entry is None and not load.in_flight:

@@ -21,6 +21,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 EVENT_STREAM = "text/event-stream"
+END_MARK = b"data: [DONE]\n\n"
 EVENT_TAIL_BYTES_MAX = 1 << 20
 PASSED_HEADERS = ("content-type", "content-length", "content-encoding", "cache-control", "retry-after")
 """What of a worker's head the client gets; the rest belongs to the hop."""
@@ -158,6 +159,7 @@ class Exchange:
         self.status = 0  # what the client saw; 0: nothing yet
         self.stage = "reading the request body"
         self.is_event_stream = False
+        self.has_all = False  # the end mark of a stream has passed: nothing may follow it
         self.failure: Failure | None = None
         self._send = send
         self._tail = EventTail()
@@ -181,6 +183,7 @@ class Exchange:
         """Send bytes of a worker's body."""
         if self.is_event_stream:
             chunk = self._tail.complete(chunk)
+            self.has_all = chunk.endswith(END_MARK)
         if chunk:
             await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 

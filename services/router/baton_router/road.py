@@ -235,7 +235,7 @@ class Road:
                     await exchange.pass_on(chunk)
                     return _broke(trip.pair, *journal.error)
         except UpstreamLost as lost:
-            if journal is None or not journal.is_complete:
+            if not (exchange.has_all if journal is None else journal.is_complete):
                 return _lost(trip.pair, lost)
             chunk = b""  # only the end of the body is missing: the client has the whole answer
         await exchange.end(chunk)
