@@ -5,6 +5,13 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from baton_core.limits import Limits
+from baton_core.routing.breaker import (
+    BREAKER_FAILURES_MAX,
+    BREAKER_OPEN_MS,
+    RETRIES,
+    RETRIES_BURST,
+    RETRIES_PER_REQUEST,
+)
 from baton_io.config import option
 
 POSITIVE = (
@@ -67,14 +74,20 @@ class RouterConfig:
     )
     degrade: bool = option(False, "without a usable prefill worker decode workers serve alone")
     local_prompt_tokens: int = option(0, "prompts estimated to be shorter stay on decode; 0: none")
-    retries: int = option(2, "further pairs tried after a worker refused, was lost or was busy; only before any output")
-    retries_per_request: float = option(0.2, "retries and migrations that every request adds to the budget of all")
-    retries_burst: int = option(256, "retries and migrations that the budget holds at most, and at first")
+    retries: int = option(
+        RETRIES, "further pairs tried after a worker refused, was lost or was busy; only before any output"
+    )
+    retries_per_request: float = option(
+        RETRIES_PER_REQUEST, "retries and migrations that every request adds to the budget of all"
+    )
+    retries_burst: int = option(RETRIES_BURST, "retries and migrations that the budget holds at most, and at first")
     migrations: int = option(
         3, "further pairs tried for a stream that had begun when its decode worker was lost; 0: it ends with an error"
     )
-    breaker_failures_max: int = option(5, "failures in a row by a worker's own fault that open its breaker")
-    breaker_open_ms: int = option(5_000, "how long an open breaker keeps requests away before one is tried")
+    breaker_failures_max: int = option(
+        BREAKER_FAILURES_MAX, "failures in a row by a worker's own fault that open its breaker"
+    )
+    breaker_open_ms: int = option(BREAKER_OPEN_MS, "how long an open breaker keeps requests away before one is tried")
     concurrent_max: int = option(4_096, "requests under way; further ones wait in the queue")
     queue_max: int = option(1_024, "requests that wait; further ones get 503 with Retry-After")
     queue_ms: int = option(30_000, "longest wait in the queue")
