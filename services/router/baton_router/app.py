@@ -169,7 +169,8 @@ class Control:
     async def fan_out(self, request: Request) -> Response:
         """Tell every worker the same (`/flush_cache`, `/abort_request`); the worst status is ours."""
         try:
-            body = await read_body(dict(request.scope["headers"]), request.receive, FAN_OUT_BODY_BYTES_MAX)
+            headers, silence_ms = dict(request.scope["headers"]), self._config.client_silence_ms
+            body = await read_body(headers, request.receive, FAN_OUT_BODY_BYTES_MAX, silence_ms)
         except Refused as refused:
             return _answer(refused.failure)
         except ClientGone:
@@ -230,6 +231,7 @@ def build(config: RouterConfig, draw: Callable[[int], int]) -> AsgiApp:
         recent=recent,
         tracing=tracing,
         limits=config.limits,
+        silence_ms=config.client_silence_ms,
         needs=needs_of(*names, tokens=config.poll_loads or config.local_prompt_tokens > 0 or config.first_token_ms > 0),
     )
     control = Control(

@@ -24,6 +24,7 @@ POSITIVE = (
     "breaker_open_ms",
     "concurrent_max",
     "queue_ms",
+    "client_silence_ms",
 )
 HIGHEST = {
     "retries": 10,
@@ -96,6 +97,7 @@ class RouterConfig:
         "longest wait for a first token: who is expected to wait longer, behind those that do, gets 503 with "
         "Retry-After at once; 0: nobody",
     )
+    client_silence_ms: int = option(30_000, "a client that sends nothing of its request for so long gets 408")
     keys_file: str | None = option(None, "TOML file of API keys with quotas and priorities; none: open to everyone")
     worker_key: str | None = option(None, "API key sent to workers; the client's own never is")
     admin_host: str = option("127.0.0.1", "address of the admin routes")

@@ -10,7 +10,7 @@ import asyncio
 import structlog
 
 from baton_core.errors import Reason, Verdict
-from baton_core.limits import Limits
+from baton_core.limits import Limits, Millis
 from baton_core.routing.pace import Pace
 from baton_core.routing.pair import Pair
 from baton_io.tracing import TRACEPARENT, TRACESTATE, Span, Tracing
@@ -53,6 +53,7 @@ class Dispatch:
         recent: Recent,
         limits: Limits,
         needs: Needs,
+        silence_ms: Millis,
         tracing: Tracing | None = None,
     ) -> None:
         self._road = road
@@ -61,6 +62,7 @@ class Dispatch:
         self._metrics, self._recent = metrics, recent
         self._limits = limits
         self._needs = needs
+        self._silence_ms = silence_ms
         self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -102,7 +104,7 @@ class Dispatch:
     async def _admitted(self, trip: Trip, headers: dict[bytes, bytes], receive: Receive) -> Failure | None:
         guest = self._door.knock(headers)  # before the body: a stranger's is not read
         try:
-            body = await read_body(headers, receive, self._limits.body_bytes_max)
+            body = await read_body(headers, receive, self._limits.body_bytes_max, self._silence_ms)
             async with ClientWatch(receive):
                 trip.exchange.stage = "waiting in the router's queue"
                 arrived_s = asyncio.get_running_loop().time()

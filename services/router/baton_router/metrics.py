@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from baton_core.routing.workers import Role, Worker, WorkerState
 from baton_router.failures import MOVABLE, RETRYABLE, FailureKind, Rejection
 
-STATUSES = frozenset({200, 400, 401, 403, 404, 409, 413, 415, 422, 429, 499, 500, 502, 503, 504})
+STATUSES = frozenset({200, 400, 401, 403, 404, 408, 409, 413, 415, 422, 429, 499, 500, 502, 503, 504})
 """Statuses with a series of their own; what else a worker may answer counts as `other`."""
 
 GENERATING_ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
