@@ -147,6 +147,9 @@ class FakeCluster:
         self.tokens = asyncio.Queue[str]()
         self.requests: list[tuple[dict[str, str], str]] = []
         self.is_deaf = False  # watches hear nothing more, as when a proxy dropped them
+        self.is_open = asyncio.Event()  # what is asked while it is not is answered once it is again
+        self.is_open.set()
+        self.blocked = asyncio.Queue[None]()
 
     def app(self) -> web.Application:
         app = web.Application()
@@ -156,6 +159,10 @@ class FakeCluster:
     async def serve(self, request: web.Request) -> web.StreamResponse:
         self.requests.append((dict(request.query), request.headers.get("authorization", "")))
         self.tokens.put_nowait(request.headers.get("authorization", ""))
+        if not self.is_open.is_set():
+            self.blocked.put_nowait(None)
+            await self.is_open.wait()
+            return web.Response(status=503)
         if "watch" not in request.query:
             return web.json_response(
                 {
@@ -197,6 +204,15 @@ class FakeCluster:
     def expire(self) -> None:
         """What the API server says when the version is too old, as one more event."""
         self._tell({"type": "ERROR", "object": {"kind": "Status", "code": 410, "reason": "Expired"}})
+
+    def block(self) -> None:
+        """From now on nothing comes through, as behind a firewall that drops packets."""
+        self.is_deaf = True
+        self.is_open.clear()
+
+    def unblock(self) -> None:
+        self.is_deaf = False
+        self.is_open.set()
 
     def _tell(self, one: dict[str, Any]) -> None:
         if not self.is_deaf:

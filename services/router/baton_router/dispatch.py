@@ -6,6 +6,7 @@ The request's deadline and the client's leaving end it anywhere, and close every
 """
 
 import asyncio
+from contextlib import suppress
 
 import structlog
 
@@ -36,6 +37,9 @@ from baton_router.parts import split
 from baton_router.recent import Recent
 from baton_router.road import Road
 from baton_router.trip import Trip
+
+FAREWELL_MS: Millis = 1_000
+"""How long a client may take to accept the words that its request ends with."""
 
 log = structlog.get_logger()
 
@@ -144,7 +148,10 @@ class Dispatch:
             self._metrics.rejected(failure.rejection)
         if exchange.began:
             self._metrics.broke()
-        await exchange.fail(failure)
+        # One that has not read for a whole budget will not read this either: the connection closes without a word.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL_MS / 1000):
+                await exchange.fail(failure)
 
     def _finished(self, trip: Trip) -> None:
         exchange, pair = trip.exchange, trip.pair
