@@ -99,6 +99,10 @@ class RouterConfig:
     )
     client_silence_ms: int = option(30_000, "a client that sends nothing of its request for so long gets 408")
     keys_file: str | None = option(None, "TOML file of API keys with quotas and priorities; none: open to everyone")
+    redis: str | None = option(
+        None, "URL of the Redis through which routers share the quotas of keys; none: each counts for itself"
+    )
+    redis_password_file: str | None = option(None, "file with the password of that Redis")
     worker_key: str | None = option(None, "API key sent to workers; the client's own never is")
     admin_host: str = option("127.0.0.1", "address of the admin routes")
     admin_port: int | None = option(None, "port of the admin routes; none: there are none")
@@ -131,6 +135,8 @@ class RouterConfig:
             raise ValueError(f"admin_port must be a port number, not {self.admin_port}")
         if not 0 <= self.trace_ratio <= 1:
             raise ValueError(f"trace_ratio must be between 0 and 1, not {self.trace_ratio}")
+        if self.redis is not None and not self.redis.startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError(f"redis must be a URL such as redis://redis:6379/0, not {self.redis!r}")
         if self.registry_discovery and self.registry is None:
             raise ValueError("registry_discovery needs a registry")
         for name in ("prefill", "decode"):

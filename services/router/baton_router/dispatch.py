@@ -106,7 +106,7 @@ class Dispatch:
             await self._fail(exchange, failure)
 
     async def _admitted(self, trip: Trip, headers: dict[bytes, bytes], receive: Receive) -> Failure | None:
-        guest = self._door.knock(headers)  # before the body: a stranger's is not read
+        guest = await self._door.knock(headers)  # before the body: a stranger's is not read
         try:
             body = await read_body(headers, receive, self._limits.body_bytes_max, self._silence_ms)
             async with ClientWatch(receive):

@@ -117,6 +117,11 @@ class RouterMetrics:
         self._rejections = Counter(
             "baton_router_admission_rejections", "Requests refused by the router itself", ("reason",), registry=registry
         )
+        self._local_quotas = Counter(
+            "baton_router_local_quotas",
+            "Calls for a shared quota that this router answered by its own count, since Redis was away",
+            registry=registry,
+        )
         self._degraded = Counter(
             "baton_router_degraded", "Choices of a decode worker alone for want of a prefill worker", registry=registry
         )
@@ -202,6 +207,10 @@ class RouterMetrics:
     def migrated(self, kind: FailureKind) -> None:
         """Another pair is tried for an answer that had begun."""
         self._migrations.labels(kind.value).inc()
+
+    def counted_alone(self) -> None:
+        """Redis did not answer about a quota."""
+        self._local_quotas.inc()
 
     def degraded(self) -> None:
         """A decode worker serves alone, since no prefill worker can."""
