@@ -25,6 +25,7 @@ pytest.importorskip("transformers")
 import torch
 
 from integration.stack import START_S, Stack, eventually, free_port
+from integration.workers import Worker, answer_of, flags_of, stop_all
 from tiny_folders import MARGIN, VOCAB, save_folder
 from tiny_models import oracle
 
@@ -43,6 +44,7 @@ class Fleet:
 
     stack: Stack
     prompts: list[Prompt]
+    folder: Path  # of the model
     routers: list["Router"] = field(default_factory=list)
 
 
@@ -115,7 +117,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     shape = ("--model", str(folder), "--prefill", "2", "--decode", "2", "--dtype", "float32")
     logs = tmp_path_factory.mktemp("rolling")
     stack = Stack.up(logs, *shape, settings=SETTINGS)
-    made = Fleet(stack, sure_answers(model))
+    made = Fleet(stack, sure_answers(model), folder)
     try:
         made.routers = [Router(stack, logs / f"router-{index}.log") for index in range(2)]
         yield made
@@ -275,3 +277,59 @@ async def test_a_rolling_restart_of_every_worker_and_of_both_routers_under_load_
     assert len(served) > 50
     for gauges in await fleet.stack.idle_snapshots():
         assert gauges["pages_free"] + gauges["pages_cached"] == gauges["pages"]
+
+
+async def test_health_is_at_hand_while_many_long_prompts_are_computed(fleet: Fleet) -> None:
+    """I07. Scale: 32 prompts of 3,500 tokens instead of 64k, for as long as they take."""
+    await fleet.routers[0].ready()
+    prefill = fleet.stack.entries("prefill")[0]["url"]
+    bodies = [
+        {
+            "input_ids": [2 + (number * 37 + position * 7) % (VOCAB - 2) for position in range(3_500)],
+            "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
+        }
+        for number in range(32)
+    ]
+    statuses: list[int] = []
+    async with httpx.AsyncClient(timeout=120) as http, httpx.AsyncClient(timeout=1.0) as probe:
+        asked = [asyncio.create_task(http.post(f"{fleet.routers[0].url}/generate", json=body)) for body in bodies]
+
+        async def all_answered() -> bool:
+            statuses.append((await probe.get(f"{prefill}/health")).status_code)
+            return all(task.done() for task in asked)
+
+        await eventually(all_answered, "all prompts are computed", within_s=100)
+        assert {(await task).status_code for task in asked} == {200}
+        assert set(statuses) == {200} and len(statuses) > 10
+        assert (await http.get(f"{prefill}/health_generate")).status_code == 200
+
+
+async def test_a_worker_is_healthy_and_ready_only_when_its_first_request_succeeds(fleet: Fleet, tmp_path: Path) -> None:
+    """I10: asked from the start of its process on, again and again."""
+    flags = flags_of({}, fleet.folder)
+    prefill, decode = (Worker(role, tmp_path, role, **flags) for role in ("prefill", "decode"))
+    seen: dict[str, list[int]] = {}
+    try:
+        async with httpx.AsyncClient(timeout=2) as http:
+
+            async def is_up(url: str) -> bool:
+                try:
+                    status = (await http.get(url)).status_code
+                except httpx.TransportError:
+                    return False
+                seen.setdefault(url, []).append(status)
+                return status == 200
+
+            async def all_up() -> bool:
+                urls = [f"{one.url}/{path}" for one in (prefill, decode) for path in ("health", "ready")]
+                return all([await is_up(url) for url in urls])
+
+            await eventually(all_up, "both workers are healthy and ready", within_s=100)
+        prompt, wanted = fleet.prompts[0]
+        answers = await answer_of(prefill, decode, prompt, TOKENS)
+        assert [answer.status_code for answer in answers] == [200, 200]
+        assert answers[1].json()["output_ids"] == wanted
+        for url, statuses in seen.items():
+            assert statuses == sorted(statuses, reverse=True), f"{url}: 200 is the last word"
+    finally:
+        stop_all([prefill, decode])
