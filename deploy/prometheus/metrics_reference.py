@@ -75,6 +75,8 @@ ENTRIES: tuple[Entry, ...] = (
         "attempts"),
     _of("router", "migrations_total", "counter", "reason", "Further pairs tried for an answer that had begun, by why.",
         "attempts"),
+    _of("router", "local_quotas_total", "counter", "", "Questions about a shared quota that this router answered by its own "
+        "count, since Redis was away.", "requests"),
     _of("router", "degraded_total", "counter", "", "Choices of a decode worker alone for want of a prefill worker.",
         "requests"),
     _of("router", "broken_streams_total", "counter", "", "Answers that had begun and ended with an error.", "requests"),

@@ -1,8 +1,8 @@
-"""Baton's router beside sglang-router, in front of the same trivial workers: `python tests/bench/bench_router.py`.
+"""Baton's router beside sglang-router and vllm-router, in front of the same trivial workers: `bench_router.py --json FILE`.
 
-Core 0 runs the workers and the client, core 1 the router under test (where there are two cores). Both routers are
-measured in turns, and only ratios within one run count. sglang-router comes from a virtual environment of its own
-(`--peer`); without it only ours is measured.
+Core 0 runs the workers and the client, core 1 the router under test (where there are two cores). All routers are
+measured in turns, and only ratios within one run count. The peers come from virtual environments of their own
+(`--sglang`, `--vllm`); one that is not there is left out.
 
     worker  asyncio protocol on httptools: answers every path at once with 505 bytes of JSON, or with 32 events, each
             with its record where the router asks for them, as a decode worker of ours would
@@ -30,7 +30,7 @@ import httptools
 import uvloop
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PEER = ROOT / ".baton/peers/sglang-router/bin/python"
+PEERS = ROOT / ".baton/peers"
 CONNECTIONS = (1, 16, 64)
 REQUEST = json.dumps({"model": "m", "prompt": "x" * 110, "max_tokens": 16}).encode()
 CHUNKS = 32
@@ -209,16 +209,31 @@ async def up(port: int, process: "subprocess.Popen[bytes]", path: str) -> None:
             await asyncio.sleep(0.1)
 
 
-def commands(prefill: int, decode: int, port: int, peer_port: int, peer: Path) -> dict[str, tuple[list[str], int, str]]:
+@dataclass(frozen=True)
+class Router:
     """What to run, where it listens, and where it says that it is ready."""
+
+    command: list[str]
+    port: int
+    path: str
+
+
+def routers_of(prefill: int, decode: int, sglang: Path, vllm: Path) -> dict[str, Router]:
+    """Ours, and the peers that are there."""
     workers = [f"http://127.0.0.1:{prefill}", f"http://127.0.0.1:{decode}"]
+    port = free_port()
     ours = [sys.executable, "-m", "baton_router", "--port", str(port), "--log-level", "warning"]
-    found = {"baton": ([*ours, "--prefill", workers[0], "--decode", workers[1]], port, "/ready")}
-    if peer.exists():
-        theirs = [str(peer), "-m", "sglang_router.launch_router", "--pd-disaggregation", "--policy", "random"]
-        theirs += ["--prefill", workers[0], "8998", "--decode", workers[1], "--port", str(peer_port)]
-        theirs += ["--prometheus-port", str(free_port()), "--log-level", "error"]
-        found["sglang-router"] = (theirs, peer_port, "/readiness")
+    found = {"baton": Router([*ours, "--prefill", workers[0], "--decode", workers[1]], port, "/ready")}
+    for name, python, module, mode in (
+        ("sglang-router", sglang, "sglang_router.launch_router", "--pd-disaggregation"),
+        ("vllm-router", vllm, "vllm_router.launch_router", "--vllm-pd-disaggregation"),
+    ):
+        if python.exists():
+            port = free_port()
+            theirs = [str(python), "-m", module, mode, "--policy", "random", "--port", str(port)]
+            theirs += ["--prefill", workers[0], "8998", "--decode", workers[1]]
+            theirs += ["--prometheus-port", str(free_port()), "--log-level", "error"]
+            found[name] = Router(theirs, port, "/readiness")
     return found
 
 
@@ -228,7 +243,7 @@ Figures = dict[tuple[str, int], list[Figure]]
 Streams = dict[tuple[str, int], list[tuple[float, float]]]
 
 
-async def compare(peer: Path, seconds: float, rounds: int) -> tuple[Figures, Streams]:
+async def compare(sglang: Path, vllm: Path, seconds: float, rounds: int) -> tuple[Figures, Streams]:
     """Figures, and of streams events a second and the first event, by router and connections; routers take turns."""
     loop, figures, chunks = asyncio.get_running_loop(), Figures(), Streams()
     workers = [await loop.create_server(Worker, "127.0.0.1", 0) for _ in range(2)]
@@ -240,17 +255,17 @@ async def compare(peer: Path, seconds: float, rounds: int) -> tuple[Figures, Str
         )
         figures["direct", connections] = [direct]
         chunks["direct", connections] = [await measure_streams(decode, connections, seconds)]
-    routers = commands(prefill, decode, free_port(), free_port(), peer)
-    running = {name: start(command, (os.cpu_count() or 1) - 1) for name, (command, _, _) in routers.items()}
+    routers = routers_of(prefill, decode, sglang, vllm)
+    running = {name: start(router.command, (os.cpu_count() or 1) - 1) for name, router in routers.items()}
     try:
-        for name, (_, port, path) in routers.items():
-            await up(port, running[name], path)
+        for name, router in routers.items():
+            await up(router.port, running[name], router.path)
         for _ in range(rounds):
             for connections in CONNECTIONS:
-                for name, (_, port, _) in routers.items():
-                    figure = await measure(port, running[name].pid, connections, seconds)
+                for name, router in routers.items():
+                    figure = await measure(router.port, running[name].pid, connections, seconds)
                     figures.setdefault((name, connections), []).append(figure)
-                    passed = await measure_streams(port, connections, seconds)
+                    passed = await measure_streams(router.port, connections, seconds)
                     chunks.setdefault((name, connections), []).append(passed)
     finally:
         for process in running.values():
@@ -259,41 +274,66 @@ async def compare(peer: Path, seconds: float, rounds: int) -> tuple[Figures, Str
     return figures, chunks
 
 
-def show(figures: Figures, chunks: Streams) -> None:
-    """The table: medians over the rounds, and ratios."""
-    print(f"{'router':14}{'c':>4}{'req/s':>9}{'p50 µs':>9}{'p99 µs':>9}{'CPU µs':>8}{'added p50 µs':>14}")
-    rates: dict[tuple[str, int], float] = {}
+def summary(figures: Figures, chunks: Streams) -> dict[str, Any]:
+    """Medians over the rounds by router and connections, and what issue 8 and T8 ask for: ratios within this run."""
+    made: dict[str, dict[str, dict[str, float]]] = {}
     for (name, connections), several in figures.items():
         rate, p50, p99, cpu = (
             statistics.median(getattr(figure, field) for figure in several)
             for field in ("rate", "p50_us", "p99_us", "cpu_us")
         )
-        rates[name, connections] = rate
-        added = p50 - figures["direct", connections][0].p50_us
-        print(f"{name:14}{connections:4}{rate:9.0f}{p50:9.0f}{p99:9.0f}{cpu:8.0f}{added:14.0f}")
-    for connections in CONNECTIONS:
-        if ("sglang-router", connections) in rates:
-            ratio = rates["baton", connections] / rates["sglang-router", connections]
-            print(f"rate of sglang-router's at {connections} connections: {ratio:.2f}")
-    for (name, connections), several in chunks.items():
-        rate, first = (statistics.median(one[index] for one in several) for index in (0, 1))
-        late = first - chunks["direct", connections][0][1]
-        print(
-            f"{name:14}{connections:4} {rate:9.0f} events/s in streams of {CHUNKS}, "
-            f"first event after {first:.0f} µs, {late:.0f} later than direct"
-        )
+        passed, first = (statistics.median(one[index] for one in chunks[name, connections]) for index in (0, 1))
+        made.setdefault(name, {})[str(connections)] = {
+            "json_requests_per_s": rate,
+            "p50_us": p50,
+            "p99_us": p99,
+            "cpu_us_a_request": cpu,
+            "p50_added_us": p50 - figures["direct", connections][0].p50_us,
+            "chunks_per_s": passed,
+            "first_chunk_late_us": first - chunks["direct", connections][0][1],
+        }
+    ratios = {
+        f"{what} over {peer} at {connections}": made["baton"][connections][what] / made[peer][connections][what]
+        for peer in ("sglang-router", "vllm-router")
+        if peer in made
+        for what in ("json_requests_per_s", "chunks_per_s")
+        for connections in made["baton"]
+    }
+    return {"kind": "router", "load_average": os.getloadavg()[0], "routers": made, "ratios": ratios}
+
+
+def show(made: dict[str, Any]) -> None:
+    """Two tables."""
+    columns = ("JSON/s", "p50 µs", "p99 µs", "CPU µs", "added µs", "chunks/s", "late µs")
+    print(f"{'router':14}{'c':>4}" + "".join(f"{column:>10}" for column in columns))
+    for name, by_connections in made["routers"].items():
+        for connections, figures in by_connections.items():
+            print(f"{name:14}{connections:>4}" + "".join(f"{figure:10.0f}" for figure in figures.values()))
+    for what, ratio in made["ratios"].items():
+        print(f"{ratio:6.2f}  {what}")
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, print, and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--peer", type=Path, default=PEER, help="python of an environment with sglang-router")
+    for name in ("sglang", "vllm"):
+        default = PEERS / f"{name}-router" / "bin" / "python"
+        parser.add_argument(
+            f"--{name}", type=Path, default=default, help=f"python of an environment with {name}-router"
+        )
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write figures and ratios there; -: print them instead of the tables")
     options = parser.parse_args()
     if hasattr(os, "sched_setaffinity") and (os.cpu_count() or 1) > 1:
         os.sched_setaffinity(0, {0})
-    show(*uvloop.run(compare(options.peer, options.seconds, options.rounds)))
+    made = summary(*uvloop.run(compare(options.sglang, options.vllm, options.seconds, options.rounds)))
+    if str(options.json) == "-":
+        print(json.dumps(made, indent=1))
+        return
+    show(made)
+    if options.json is not None:
+        options.json.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

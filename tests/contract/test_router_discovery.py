@@ -147,6 +147,9 @@ class FakeCluster:
         self.tokens = asyncio.Queue[str]()
         self.requests: list[tuple[dict[str, str], str]] = []
         self.is_deaf = False  # watches hear nothing more, as when a proxy dropped them
+        self.is_open = asyncio.Event()  # what is asked while it is not is answered once it is again
+        self.is_open.set()
+        self.blocked = asyncio.Queue[None]()
 
     def app(self) -> web.Application:
         app = web.Application()
@@ -156,6 +159,10 @@ class FakeCluster:
     async def serve(self, request: web.Request) -> web.StreamResponse:
         self.requests.append((dict(request.query), request.headers.get("authorization", "")))
         self.tokens.put_nowait(request.headers.get("authorization", ""))
+        if not self.is_open.is_set():
+            self.blocked.put_nowait(None)
+            await self.is_open.wait()
+            return web.Response(status=503)
         if "watch" not in request.query:
             return web.json_response(
                 {
@@ -197,6 +204,15 @@ class FakeCluster:
     def expire(self) -> None:
         """What the API server says when the version is too old, as one more event."""
         self._tell({"type": "ERROR", "object": {"kind": "Status", "code": 410, "reason": "Expired"}})
+
+    def block(self) -> None:
+        """From now on nothing comes through, as behind a firewall that drops packets."""
+        self.is_deaf = True
+        self.is_open.clear()
+
+    def unblock(self) -> None:
+        self.is_deaf = False
+        self.is_open.set()
 
     def _tell(self, one: dict[str, Any]) -> None:
         if not self.is_deaf:
@@ -299,22 +315,76 @@ async def test_an_api_that_is_away_takes_no_worker_away() -> None:
 # -- Docker
 
 
-async def test_running_containers_with_a_role_label_are_workers(tmp_path: Path) -> None:
-    socket, asked = tmp_path / "docker.sock", list[dict[str, str]]()
-    async with workers(1, 1) as (p, d):
-        listed = [container(p), container(d), container(d) | {"Labels": {"baton.role": "boss"}}]
+class FakeEngine:
+    """The two routes of the Engine API that the docker SDK asks, at the version that the engine says it speaks."""
 
-        async def containers(request: web.Request) -> web.Response:
-            asked.append(dict(request.query))
-            return web.json_response(listed)
+    def __init__(self, *listed: dict[str, Any]) -> None:
+        self.listed: Any = list(listed)
+        self.asked: list[dict[str, str]] = []
+        self.status = 200
 
+    def app(self) -> web.Application:
         app = web.Application()
-        app.router.add_get("/v1.41/containers/json", containers)
-        async with served(app, socket), router(docker_socket=str(socket)) as client:
+        app.router.add_get("/version", self.version)
+        app.router.add_get("/v1.47/containers/json", self.containers)
+        return app
+
+    async def version(self, _request: web.Request) -> web.Response:
+        return web.json_response({"ApiVersion": "1.47", "MinAPIVersion": "1.24", "Version": "27.0.0"})
+
+    async def containers(self, request: web.Request) -> web.Response:
+        self.asked.append(dict(request.query))
+        if self.status != 200:
+            return web.json_response({"message": "the engine is unwell"}, status=self.status)
+        return web.json_response(self.listed)
+
+
+async def test_running_containers_with_a_role_label_are_workers(tmp_path: Path) -> None:
+    pytest.importorskip("docker", reason="the docker SDK is not installed (extra router)")
+    socket = tmp_path / "docker.sock"
+    async with workers(1, 1) as (p, d):
+        engine = FakeEngine(container(p), container(d), container(d) | {"Labels": {"baton.role": "boss"}})
+        async with served(engine.app(), socket), router(docker_socket=str(socket)) as client:
             await client.until("/ready", are(p, d))
-            del listed[0]
+            del engine.listed[0]
             await client.until("/ready", are(d))
-        assert json.loads(asked[0]["filters"]) == {"label": ["baton.role"], "status": ["running"]}
+        assert json.loads(engine.asked[0]["filters"]) == {"label": ["baton.role"], "status": ["running"]}
+
+
+async def test_a_container_whose_address_is_used_again_for_another_role_changes_its_pool(tmp_path: Path) -> None:
+    """I01 and I02, in compose: a container is removed, and its address serves another role."""
+    pytest.importorskip("docker", reason="the docker SDK is not installed (extra router)")
+    socket = tmp_path / "docker.sock"
+    async with workers(2, 1) as (p, q, d):
+        engine = FakeEngine(container(p), container(q), container(d))
+        settings = {"docker_socket": str(socket), "probe_interval_ms": 20}
+        async with served(engine.app(), socket), router(**settings) as client:
+            await client.until("/ready", are(p, q, d))
+            q.role = q.info["role"] = "decode"
+            q.info["incarnation"] = "life-2"
+            # Until the engine tells, it is in the old pool by name alone: its own word counts.
+            await client.until("/ready", lambda _, body: [one["state"] for one in body["workers"]][1] == "unready")
+            engine.listed[1] = container(q)
+            await client.until("/ready", are(p, q, d))
+
+
+async def test_an_engine_that_is_away_or_answers_nonsense_takes_no_worker_away(tmp_path: Path) -> None:
+    pytest.importorskip("docker", reason="the docker SDK is not installed (extra router)")
+    socket = tmp_path / "docker.sock"
+    async with workers(1, 1) as (p, d), AsyncExitStack() as away:
+        engine = FakeEngine(container(p), container(d))
+        await away.enter_async_context(served(engine.app(), socket))
+        async with router(docker_socket=str(socket)) as client:
+            await client.until("/ready", are(p, d))
+            for change in ({"status": 500}, {"status": 200, "listed": {"no": "list"}}, {"listed": [7]}):
+                vars(engine).update(change)
+                seen = len(engine.asked)
+                await client.until("/ready", lambda status, _, seen=seen: len(engine.asked) > seen + 1)
+                assert are(p, d)(*await client.get("/ready"))
+            await away.aclose()
+            async with client.post() as response:
+                assert response.status == 200
+            assert are(p, d)(*await client.get("/ready"))
 
 
 def container(worker: FakeWorker) -> dict[str, Any]:

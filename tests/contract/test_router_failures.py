@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import time
 
+import aiohttp
 import pytest
 from aiohttp import web
 
@@ -21,6 +23,7 @@ from contract.fake_workers import (
     world,
 )
 
+BUDGET_S = 0.4
 BUDGET = {"x-baton-budget-ms": "400"}
 SOON_S = 0.03
 
@@ -52,41 +55,115 @@ async def says_html(worker: FakeWorker, request: web.Request, received: Received
     return web.Response(text="<html>", content_type="text/html")
 
 
-FAILURES = [
-    pytest.param(answers(400), 400, id="400"),
-    pytest.param(answers(429, retry_after="3"), 429, id="429"),
-    pytest.param(answers(500), 500, id="500"),
-    pytest.param(answers(503, retry_after="3"), 503, id="503"),
-    pytest.param(resets, 502, id="reset"),
-    pytest.param(is_silent, 504, id="silence"),
-    pytest.param(slowly(answers(422)), 422, id="slow refusal"),
-]
+async def ends_after_its_head(_worker: FakeWorker, request: web.Request, _received: Received) -> web.StreamResponse:
+    """Status 200, and then nothing but the end of the connection."""
+    await stream_head(request)
+    assert request.transport is not None
+    request.transport.close()
+    return web.Response()
 
 
-@pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "whole"])
-@pytest.mark.parametrize(("script", "status"), FAILURES)
-async def test_a_failing_prefill_leg_is_told_with_its_status_and_closes_decodes(
-    script: Script, status: int, is_stream: bool
+async def breaks_within_json(worker: FakeWorker, request: web.Request, received: Received) -> web.StreamResponse:
+    """Half of an answer that is no stream."""
+    response = web.StreamResponse(headers={"content-type": "application/json", "content-length": "99"})
+    await response.prepare(request)
+    await response.write(b'{"text": "hal')
+    assert request.transport is not None
+    request.transport.close()
+    return response
+
+
+async def has_no_words(_worker: FakeWorker, _request: web.Request, _received: Received) -> web.StreamResponse:
+    """A status and nothing else."""
+    return web.Response(status=500)
+
+
+def streams_error(status: int) -> Script:
+    """Status 200, and an error as the first event, in two pieces: SGLang does that."""
+
+    async def script(_worker: FakeWorker, request: web.Request, _received: Received) -> web.StreamResponse:
+        response = await stream_head(request)
+        said = event({"error": {"message": "told late", "type": "t", "code": status}}) + b"data: [DONE]\n\n"
+        await response.write(said[:12])
+        await response.write(said[12:])
+        return response
+
+    return script
+
+
+WHOLE = "whole"  # the client gets the good answer
+HALF = "half"  # … its beginning, and then an error event, or the connection's end where it is no stream
+MODES: dict[str, tuple[Script, int | str, int | str]] = {  # what prefill's failing, and decode's, is to the client
+    "400": (answers(400), 400, 400),
+    "422 late": (slowly(answers(422)), 422, 422),
+    "429": (answers(429, retry_after="3"), 429, 429),
+    "500": (answers(500), 500, 500),
+    "502": (answers(502), 502, 502),
+    "503": (answers(503, retry_after="3"), 503, 503),
+    "504": (answers(504), 504, 504),
+    "no words": (has_no_words, 500, 500),
+    "reset": (resets, 502, 502),
+    "end after head": (ends_after_its_head, 502, 502),
+    "silence": (is_silent, 504, 504),
+    "400 in stream": (streams_error(400), 400, 400),
+    "503 in stream": (streams_error(503), 503, 503),
+    "half a first event": (dies_after(b'data: {"te'), 502, HALF),
+    "half a stream": (dies_after(event({"text": "a"}), b'data: {"te'), 502, HALF),
+    "half an answer": (breaks_within_json, 502, HALF),
+    "slow head": (slowly(prefills), WHOLE, WHOLE),
+    "slow body": (has_a_slow_body, WHOLE, WHOLE),
+    "html": (says_html, WHOLE, WHOLE),
+}
+KINDS: dict[str, dict[str, object]] = {
+    "stream": {"stream": True},
+    "whole": {"stream": False},
+    "stream with logprobs": {"stream": True, "return_logprob": True, "logprob_start_len": 0},
+    "whole with logprobs": {"stream": False, "return_logprob": True, "logprob_start_len": 0},
+}
+SOON_ENOUGH_S = 1.0
+"""The client hears of a failure within a second; silence is told when the budget ends."""
+
+
+def matrix() -> list[object]:
+    """Every way to fail, on either leg, for every kind of request. What is good in the end has tests below."""
+    return [
+        pytest.param(leg, mode, kind, id=f"{leg}, {mode}, {kind}")
+        for mode, (_, *ends) in MODES.items()
+        for leg, end in zip(("prefill", "decode"), ends, strict=True)
+        for kind in KINDS
+        if end != WHOLE and not (end == HALF and "logprobs" in kind)  # test_router_merging has those
+    ]
+
+
+@pytest.mark.parametrize(("leg", "mode", "kind"), matrix())
+async def test_a_leg_that_fails_is_told_in_time_with_its_status_and_closes_the_other(
+    leg: str, mode: str, kind: str
 ) -> None:
-    async with world((script,), (decodes,), retries=0) as w:
-        async with w.client.post(json={"text": "x", "stream": is_stream}, headers=BUDGET) as response:
-            assert response.status == status
-            assert (await response.json())["error"]["message"]
-        await w.decode[0].saw_its_connection_closed()
+    script, *ends = MODES[mode]
+    end = ends[leg == "decode"]
+    scripts = ((script,), (decodes,)) if leg == "prefill" else ((is_silent,), (script,))
+    async with world(*scripts, retries=0) as w:
+        began_s = time.monotonic()
+        async with w.client.post(json={"text": "x", **KINDS[kind]}, headers=BUDGET) as response:
+            if end != HALF:
+                assert response.status == end
+                error = (await response.json())["error"]
+                assert error["message"] and error["type"] and error["code"] == end
+                assert response.headers.get("retry-after") == ("3" if mode in ("429", "503") else None)
+            elif response.content_type == "text/event-stream":
+                *told, last = [json.loads(line[6:]) for line in (await response.read()).split(b"\n\n") if line]
+                assert (response.status, last["error"]["code"]) == (200, 502)
+                assert told == [{"text": "a"}] * (mode == "half a stream")
+            else:
+                with pytest.raises(aiohttp.ClientPayloadError):
+                    await response.read()
+        assert time.monotonic() - began_s < SOON_ENOUGH_S + (BUDGET_S if mode == "silence" else 0)
+        other = w.decode[0] if leg == "prefill" else w.prefill[0]
+        await other.saw_its_connection_closed()
         await w.idle()
-
-
-@pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "whole"])
-@pytest.mark.parametrize(("script", "status"), FAILURES)
-async def test_a_failing_decode_leg_is_told_with_its_status_and_closes_prefills(
-    script: Script, status: int, is_stream: bool
-) -> None:
-    async with world((is_silent,), (script,), retries=0) as w:
-        async with w.client.post(json={"text": "x", "stream": is_stream}, headers=BUDGET) as response:
-            assert response.status == status
-            assert (await response.json())["error"]["message"]
-        await w.prefill[0].saw_its_connection_closed()
-        await w.idle()
+        _, text = await w.client.get("/metrics")
+        blamed = [line for line in text.splitlines() if 'outcome="failed"' in line and other.url in line]
+        assert [line.rpartition(" ")[2] for line in blamed] == ["0.0"], "the other worker is not to blame"
 
 
 def says(status: int, reason: str) -> Script:

@@ -19,32 +19,37 @@ import pytest
 from integration.stack import Stack, eventually, free_port, gold, greedy
 
 VERSION = "0.3.2"
-HOME = Path(__file__).parents[2] / ".baton" / "peers" / "sglang-router"
+PEERS = Path(__file__).parents[2] / ".baton" / "peers"
 INSTALL_S = 300.0
 START_S = 60.0
 MESSAGES = [{"role": "user", "content": "What is the capital of France? Answer briefly."}]
 CHAT = {"model": "smollm2-135m-instruct", "messages": MESSAGES, "temperature": 0, "max_tokens": 16}
 
 
-@pytest.fixture(scope="module")
-def python() -> Path:
-    """The interpreter that has sglang-router; skips where it cannot be installed."""
-    interpreter = HOME / "bin" / "python"
-    asks = [str(interpreter), "-c", "from importlib.metadata import version; print(version('sglang-router'))"]
+def installed(package: str, version: str) -> Path:
+    """An interpreter of its own that has that package; skips where it cannot be installed."""
+    home = PEERS / package
+    interpreter = home / "bin" / "python"
+    asks = [str(interpreter), "-c", f"from importlib.metadata import version; print(version({package!r}))"]
     if (
         interpreter.exists()
-        and subprocess.run(asks, capture_output=True, text=True, check=False).stdout.strip() == VERSION
+        and subprocess.run(asks, capture_output=True, text=True, check=False).stdout.strip() == version
     ):
         return interpreter
-    venv.create(HOME, with_pip=True, clear=True)
-    install = [str(interpreter), "-m", "pip", "install", "--quiet", f"sglang-router=={VERSION}"]
+    venv.create(home, with_pip=True, clear=True)
+    install = [str(interpreter), "-m", "pip", "install", "--quiet", f"{package}=={version}"]
     try:
         done = subprocess.run(install, capture_output=True, text=True, timeout=INSTALL_S, check=False)
     except subprocess.TimeoutExpired:
-        pytest.skip(f"sglang-router {VERSION} was not installed within {INSTALL_S} s")
+        pytest.skip(f"{package} {version} was not installed within {INSTALL_S} s")
     if done.returncode != 0:
-        pytest.skip(f"sglang-router {VERSION} cannot be installed: {done.stderr.strip().splitlines()[-1:]}")
+        pytest.skip(f"{package} {version} cannot be installed: {done.stderr.strip().splitlines()[-1:]}")
     return interpreter
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    return installed("sglang-router", VERSION)
 
 
 @pytest.fixture(scope="module")

@@ -263,6 +263,23 @@ def test_ctrl_c_ends_a_run() -> None:
         route(bench(), Screen(StringIO()), _Asked())
 
 
+class _AskedLater(Interrupt):
+    """Asked for while the second policy runs: progress is told each 1,000 of its 2,000 requests."""
+
+    def requested(self) -> bool:
+        self._count += 1
+        return self._count > 3
+
+
+def test_ctrl_c_loses_no_policy_that_was_done(tmp_path: Path) -> None:
+    out = StringIO()
+    with pytest.raises(Interrupted):
+        route(bench(json=tmp_path / "run.json"), Screen(out), _AskedLater())
+    assert "\n  random " in out.getvalue()
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert [one["policy"] for one in record["policies"]] == ["random"]
+
+
 @pytest.mark.parametrize("name", ["fastest", "random/fastest", "", "random/"])
 def test_an_unknown_policy_is_refused_with_the_names_there_are(name: str) -> None:
     with pytest.raises(UsageError, match="round_robin, random, power_of_two"):

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -31,11 +31,8 @@ from baton_router.calls import RoadSettings
 from baton_router.client import HttpUpstream
 from baton_router.config import RouterConfig, parse_address
 from baton_router.directory import Directory
-from baton_router.discovery.docker import DockerContainers
-from baton_router.discovery.kubernetes import Cluster, EndpointSlices
-from baton_router.discovery.registry import RegistryInstances
-from baton_router.discovery.source import Source, keep_following
-from baton_router.discovery.workers_file import WorkersFile
+from baton_router.discovery.configured import configured_sources
+from baton_router.discovery.source import keep_following
 from baton_router.dispatch import Dispatch
 from baton_router.door import Door
 from baton_router.exchange import ClientGone, Receive, Refused, Scope, Send, read_body
@@ -48,6 +45,9 @@ from baton_router.recent import Recent
 from baton_router.road import Road
 from baton_router.status_page import Status, render
 from baton_router.upstream import Upstream, UpstreamError, read_all
+
+if TYPE_CHECKING:
+    from baton_router.shared_quotas import SharedQuotas
 
 FAN_OUT_MS: Millis = 10_000
 FAN_OUT_BODY_BYTES_MAX = 64 * 1024
@@ -169,7 +169,8 @@ class Control:
     async def fan_out(self, request: Request) -> Response:
         """Tell every worker the same (`/flush_cache`, `/abort_request`); the worst status is ours."""
         try:
-            body = await read_body(dict(request.scope["headers"]), request.receive, FAN_OUT_BODY_BYTES_MAX)
+            headers, silence_ms = dict(request.scope["headers"]), self._config.client_silence_ms
+            body = await read_body(headers, request.receive, FAN_OUT_BODY_BYTES_MAX, silence_ms)
         except Refused as refused:
             return _answer(refused.failure)
         except ClientGone:
@@ -208,12 +209,14 @@ def build(config: RouterConfig, draw: Callable[[int], int]) -> AsgiApp:
     metrics = RouterMetrics()
     upstream = HttpUpstream(connect_timeout_ms=config.connect_timeout_ms)
     directory = _directory(config, upstream, metrics)
+    shared = _shared_quotas(config, metrics)
     door = Door(
         queue=FairQueue(running_max=config.concurrent_max, waiting_max=config.queue_max),
         keys=None if config.keys_file is None else Path(config.keys_file),
         queue_ms=config.queue_ms,
         retry_after_ms=config.limits.retry_after_ms,
         on_queue=metrics.queued.set,
+        shared=shared,
     )
     if config.keys_file is not None:
         door.take_keys(parse_keys(Path(config.keys_file).read_bytes()))
@@ -230,6 +233,7 @@ def build(config: RouterConfig, draw: Callable[[int], int]) -> AsgiApp:
         recent=recent,
         tracing=tracing,
         limits=config.limits,
+        silence_ms=config.client_silence_ms,
         needs=needs_of(*names, tokens=config.poll_loads or config.local_prompt_tokens > 0 or config.first_token_ms > 0),
     )
     control = Control(
@@ -238,7 +242,7 @@ def build(config: RouterConfig, draw: Callable[[int], int]) -> AsgiApp:
         upstream=upstream,
         session=upstream,
         metrics=metrics,
-        watches=[door.watch, *_followed(config, directory, upstream)],
+        watches=[door.watch, *_followed(config, directory, upstream), *([shared.run] if shared else [])],
         recent=recent,
         door=door,
         tracing=tracing,
@@ -327,28 +331,24 @@ def _road(
 def _followed(config: RouterConfig, directory: Directory, upstream: Upstream) -> list[Watch]:
     """What follows each configured source of workers."""
     interval_ms = config.discovery_interval_ms
-    sources: list[Source] = []
-    if config.workers_file is not None:
-        sources.append(WorkersFile(Path(config.workers_file), interval_ms))
-    if config.registry is not None and config.registry_discovery:
-        sources.append(RegistryInstances(parse_address(config.registry), upstream, config.connect_timeout_ms))
-    if config.kubernetes_api is not None:
-        sources.append(EndpointSlices(_cluster(config, config.kubernetes_api)))
-    if config.docker_socket is not None:
-        sources.append(DockerContainers(config.docker_socket))
-    return [partial(keep_following, source, directory.name, interval_ms) for source in sources]
+    return [
+        partial(keep_following, source, directory.name, interval_ms) for source in configured_sources(config, upstream)
+    ]
 
 
-def _cluster(config: RouterConfig, api: str) -> Cluster:
-    folder = None if config.kubernetes_credentials is None else Path(config.kubernetes_credentials)
-    return Cluster(
-        api=api,
-        namespace=config.kubernetes_namespace,
-        selector=config.kubernetes_selector,
-        role_label=config.kubernetes_role_label,
-        token_file=None if folder is None else folder / "token",
-        ca_file=None if folder is None else folder / "ca.crt",
-        resync_ms=config.kubernetes_resync_ms,
+def _shared_quotas(config: RouterConfig, metrics: RouterMetrics) -> "SharedQuotas | None":
+    """The way to the quotas that routers share, where there is one. Raises ValueError."""
+    if config.redis is None:
+        return None
+    try:
+        from baton_router.shared_quotas import SharedQuotas
+    except ImportError as error:
+        raise ValueError(f"redis needs the extra redis (pip install 'baton[redis]'): {error}") from error
+    return SharedQuotas(
+        config.redis,
+        read_token(config.redis_password_file),
+        lease_ms=config.limits.request_budget_ms,
+        on_away=metrics.counted_alone,
     )
 
 

@@ -5,6 +5,13 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from baton_core.limits import Limits
+from baton_core.routing.breaker import (
+    BREAKER_FAILURES_MAX,
+    BREAKER_OPEN_MS,
+    RETRIES,
+    RETRIES_BURST,
+    RETRIES_PER_REQUEST,
+)
 from baton_io.config import option
 
 POSITIVE = (
@@ -17,6 +24,7 @@ POSITIVE = (
     "breaker_open_ms",
     "concurrent_max",
     "queue_ms",
+    "client_silence_ms",
 )
 HIGHEST = {
     "retries": 10,
@@ -67,14 +75,20 @@ class RouterConfig:
     )
     degrade: bool = option(False, "without a usable prefill worker decode workers serve alone")
     local_prompt_tokens: int = option(0, "prompts estimated to be shorter stay on decode; 0: none")
-    retries: int = option(2, "further pairs tried after a worker refused, was lost or was busy; only before any output")
-    retries_per_request: float = option(0.2, "retries and migrations that every request adds to the budget of all")
-    retries_burst: int = option(256, "retries and migrations that the budget holds at most, and at first")
+    retries: int = option(
+        RETRIES, "further pairs tried after a worker refused, was lost or was busy; only before any output"
+    )
+    retries_per_request: float = option(
+        RETRIES_PER_REQUEST, "retries and migrations that every request adds to the budget of all"
+    )
+    retries_burst: int = option(RETRIES_BURST, "retries and migrations that the budget holds at most, and at first")
     migrations: int = option(
         3, "further pairs tried for a stream that had begun when its decode worker was lost; 0: it ends with an error"
     )
-    breaker_failures_max: int = option(5, "failures in a row by a worker's own fault that open its breaker")
-    breaker_open_ms: int = option(5_000, "how long an open breaker keeps requests away before one is tried")
+    breaker_failures_max: int = option(
+        BREAKER_FAILURES_MAX, "failures in a row by a worker's own fault that open its breaker"
+    )
+    breaker_open_ms: int = option(BREAKER_OPEN_MS, "how long an open breaker keeps requests away before one is tried")
     concurrent_max: int = option(4_096, "requests under way; further ones wait in the queue")
     queue_max: int = option(1_024, "requests that wait; further ones get 503 with Retry-After")
     queue_ms: int = option(30_000, "longest wait in the queue")
@@ -83,7 +97,12 @@ class RouterConfig:
         "longest wait for a first token: who is expected to wait longer, behind those that do, gets 503 with "
         "Retry-After at once; 0: nobody",
     )
+    client_silence_ms: int = option(30_000, "a client that sends nothing of its request for so long gets 408")
     keys_file: str | None = option(None, "TOML file of API keys with quotas and priorities; none: open to everyone")
+    redis: str | None = option(
+        None, "URL of the Redis through which routers share the quotas of keys; none: each counts for itself"
+    )
+    redis_password_file: str | None = option(None, "file with the password of that Redis")
     worker_key: str | None = option(None, "API key sent to workers; the client's own never is")
     admin_host: str = option("127.0.0.1", "address of the admin routes")
     admin_port: int | None = option(None, "port of the admin routes; none: there are none")
@@ -116,6 +135,8 @@ class RouterConfig:
             raise ValueError(f"admin_port must be a port number, not {self.admin_port}")
         if not 0 <= self.trace_ratio <= 1:
             raise ValueError(f"trace_ratio must be between 0 and 1, not {self.trace_ratio}")
+        if self.redis is not None and not self.redis.startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError(f"redis must be a URL such as redis://redis:6379/0, not {self.redis!r}")
         if self.registry_discovery and self.registry is None:
             raise ValueError("registry_discovery needs a registry")
         for name in ("prefill", "decode"):

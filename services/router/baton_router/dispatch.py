@@ -6,11 +6,12 @@ The request's deadline and the client's leaving end it anywhere, and close every
 """
 
 import asyncio
+from contextlib import suppress
 
 import structlog
 
 from baton_core.errors import Reason, Verdict
-from baton_core.limits import Limits
+from baton_core.limits import Limits, Millis
 from baton_core.routing.pace import Pace
 from baton_core.routing.pair import Pair
 from baton_io.tracing import TRACEPARENT, TRACESTATE, Span, Tracing
@@ -37,6 +38,9 @@ from baton_router.recent import Recent
 from baton_router.road import Road
 from baton_router.trip import Trip
 
+FAREWELL_MS: Millis = 1_000
+"""How long a client may take to accept the words that its request ends with."""
+
 log = structlog.get_logger()
 
 
@@ -53,6 +57,7 @@ class Dispatch:
         recent: Recent,
         limits: Limits,
         needs: Needs,
+        silence_ms: Millis,
         tracing: Tracing | None = None,
     ) -> None:
         self._road = road
@@ -61,6 +66,7 @@ class Dispatch:
         self._metrics, self._recent = metrics, recent
         self._limits = limits
         self._needs = needs
+        self._silence_ms = silence_ms
         self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -100,9 +106,9 @@ class Dispatch:
             await self._fail(exchange, failure)
 
     async def _admitted(self, trip: Trip, headers: dict[bytes, bytes], receive: Receive) -> Failure | None:
-        guest = self._door.knock(headers)  # before the body: a stranger's is not read
+        guest = await self._door.knock(headers)  # before the body: a stranger's is not read
         try:
-            body = await read_body(headers, receive, self._limits.body_bytes_max)
+            body = await read_body(headers, receive, self._limits.body_bytes_max, self._silence_ms)
             async with ClientWatch(receive):
                 trip.exchange.stage = "waiting in the router's queue"
                 arrived_s = asyncio.get_running_loop().time()
@@ -142,7 +148,10 @@ class Dispatch:
             self._metrics.rejected(failure.rejection)
         if exchange.began:
             self._metrics.broke()
-        await exchange.fail(failure)
+        # One that has not read for a whole budget will not read this either: the connection closes without a word.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL_MS / 1000):
+                await exchange.fail(failure)
 
     def _finished(self, trip: Trip) -> None:
         exchange, pair = trip.exchange, trip.pair

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+from uuid import uuid4
 
 import structlog
 
@@ -18,6 +20,9 @@ from baton_router.exchange import Refused
 from baton_router.failures import Rejection, turned_away
 from baton_router.keys import Holder, KeysError, find, parse_keys
 from baton_router.watched_file import contents
+
+if TYPE_CHECKING:
+    from baton_router.shared_quotas import SharedQuotas  # needs the extra redis
 
 KEYS_INTERVAL_MS: Millis = 1_000
 PRIORITY_CHARS_MAX = 4
@@ -33,6 +38,7 @@ class Admitted:
     holder: Holder
     priority: int
     meter: Meter | None
+    ticket: str | None = None  # of the quota that routers share
     is_running: bool = False
 
 
@@ -47,12 +53,14 @@ class Door:
         queue_ms: Millis,
         retry_after_ms: Millis,
         on_queue: Callable[[int], None],
+        shared: "SharedQuotas | None" = None,
     ) -> None:
         self._queue = queue
         self._path = keys
         self._queue_ms = queue_ms
         self._retry_after_s = retry_after_ms / 1000
         self._on_queue = on_queue
+        self._shared = shared
         self._holders: Mapping[str, Holder] = {}
         self._meters: dict[str, Meter] = {}
         self._waiting: dict[int, tuple[Ticket, asyncio.Future[None]]] = {}  # by the identity of arrival
@@ -80,7 +88,7 @@ class Door:
         self._holders = holders
         log.info("router.keys_read", keys=len(holders))
 
-    def knock(self, headers: Mapping[bytes, bytes]) -> Admitted:
+    async def knock(self, headers: Mapping[bytes, bytes]) -> Admitted:
         """Let in by key and quota. Raises Refused: 401, 429, 400."""
         holder: Holder | None = EVERYONE
         meter: Meter | None = None
@@ -91,12 +99,29 @@ class Door:
             meter = self._meters[holder.name]
         assert holder is not None
         priority = _priority(headers, holder)
+        guest = Admitted(holder=holder, priority=priority, meter=meter)
         if meter is not None:
-            wait_s = meter.enter(time.monotonic())
+            # Ours first: what one router has used is a part of what all have, and costs no question.
+            wait_s = meter.enter(time.monotonic()) or await self._shared_wait(guest, meter)
             if wait_s:
                 text = f"the quota of key {holder.name!r} is used up"
                 raise _refused(Rejection.QUOTA, text, wait_s)
-        return Admitted(holder=holder, priority=priority, meter=meter)
+        return guest
+
+    async def _shared_wait(self, guest: Admitted, meter: Meter) -> float:
+        """0.0: all routers together have used less than the quota, or nobody can say. Else the seconds to wait."""
+        shared, holder = self._shared, guest.holder
+        if shared is None or holder.quota == Quota():
+            return 0.0
+        guest.ticket = uuid4().hex
+        wait_s: float | None = 1.0
+        try:
+            wait_s = await shared.enter(holder.name, holder.quota, guest.ticket)
+        finally:
+            if wait_s:  # refused, or its client left meanwhile
+                meter.take_back()
+                shared.leave(holder.name, guest.ticket)
+        return wait_s or 0.0
 
     @property
     def waiting(self) -> int:
@@ -140,6 +165,8 @@ class Door:
         """The request ended; the next one goes."""
         if guest.meter is not None:
             guest.meter.leave()
+        if guest.ticket is not None and self._shared is not None:
+            self._shared.leave(guest.holder.name, guest.ticket)
         if not guest.is_running:
             return
         while (following := self._queue.leave()) is not None:

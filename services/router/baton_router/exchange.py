@@ -12,7 +12,7 @@ import msgspec
 from baton_core.limits import Millis
 from baton_core.request import Bootstrap
 from baton_core.routing.ranks import UNTOLD, Ranks
-from baton_router.failures import Failure, Rejection, refusal
+from baton_router.failures import Failure, Rejection, refusal, turned_away
 from baton_router.upstream import Answer
 
 Scope = MutableMapping[str, Any]
@@ -55,11 +55,28 @@ class ClientGone(Exception):
     """Nobody waits for an answer any more."""
 
 
-async def read_body(headers: Mapping[bytes, bytes], receive: Receive, bytes_max: int) -> bytes:
-    """The whole request body. Raises Refused above the limit, before reading it where its length is declared."""
+async def read_body(headers: Mapping[bytes, bytes], receive: Receive, bytes_max: int, silence_ms: Millis) -> bytes:
+    """The whole request body, however slowly it comes. Raises Refused above the limit, before reading it where its
+    length is declared, where it is compressed, and where nothing of it comes for `silence_ms`; ClientGone."""
     declared = headers.get(b"content-length", b"0")
     if len(declared) > 18 or (declared.isdigit() and int(declared) > bytes_max):
         raise _too_large(bytes_max)
+    encoding = headers.get(b"content-encoding", b"identity")
+    if encoding.lower() != b"identity":
+        shown = encoding[:32].decode("ascii", "replace")
+        raise Refused(
+            Rejection.INVALID_REQUEST, f"the request body must not be compressed (content-encoding {shown!r})"
+        )
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout_at(loop.time() + silence_ms / 1000) as silence:
+            return await _read_parts(receive, bytes_max, lambda: silence.reschedule(loop.time() + silence_ms / 1000))
+    except TimeoutError as error:
+        text = f"nothing of the request body came for {silence_ms} ms"
+        raise Refused(Rejection.SILENT_CLIENT, text, turned_away(Rejection.SILENT_CLIENT, text)) from error
+
+
+async def _read_parts(receive: Receive, bytes_max: int, on_part: Callable[[], None]) -> bytes:
     parts: list[bytes] = []
     size, more = 0, True
     while more:
@@ -72,6 +89,8 @@ async def read_body(headers: Mapping[bytes, bytes], receive: Receive, bytes_max:
             raise _too_large(bytes_max)
         parts.append(part)
         more = message.get("more_body", False)
+        if more:
+            on_part()
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 

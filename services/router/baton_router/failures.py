@@ -41,10 +41,15 @@ class Rejection(Enum):
     QUOTA = "quota"
     QUEUE_FULL = "queue_full"
     OVERLOADED = "overloaded"
+    SILENT_CLIENT = "silent_client"
 
 
 FULL = frozenset({Rejection.QUEUE_FULL, Rejection.OVERLOADED})
-DOOR_STATUS = {Rejection.UNAUTHORIZED: 401, Rejection.QUOTA: 429} | dict.fromkeys(FULL, 503)
+DOOR_STATUS = {
+    Rejection.UNAUTHORIZED: 401,
+    Rejection.SILENT_CLIENT: 408,
+    Rejection.QUOTA: 429,
+} | dict.fromkeys(FULL, 503)
 CAUSES = frozenset({FailureKind.REFUSED, FailureKind.LOST, FailureKind.BUSY})
 """What no failure of the other leg can explain better, short of the request being wrong."""
 RETRYABLE = CAUSES | {FailureKind.PEER}
@@ -109,7 +114,8 @@ def refusal(rejection: Rejection, text: str) -> Failure:
 
 
 def turned_away(rejection: Rejection, text: str, *, retry_after_s: float = 0.0) -> Failure:
-    """A request that may not come in now: a wrong key (401), a quota (429), a full queue or too long a wait (503)."""
+    """A request that may not come in now: a wrong key (401), silence (408), a quota (429), a full queue or too long a
+    wait (503)."""
     reason = Reason.WAITING_FULL if rejection in FULL else Reason.INVALID_REQUEST
     retry_after = b"%d" % max(1, math.ceil(retry_after_s)) if retry_after_s > 0 else None
     verdict = Verdict(reason=reason, text=text)

@@ -27,6 +27,7 @@ from baton_router.failures import (
     prefer,
 )
 from baton_router.merging import Scores, scores_in
+from baton_router.streamed_errors import StreamedError, first_piece
 from baton_router.upstream import Answer, Upstream, UpstreamError, UpstreamLost, UpstreamRefused, read_all
 
 CAUSE_GRACE_MS: Millis = 50
@@ -93,6 +94,8 @@ class Leg(Generic[T]):
             if 200 <= self._answer.status < 300:
                 return await consume(self._answer)
             return await _told(worker, self._answer)
+        except StreamedError as error:
+            return _said(worker, error)
         except UpstreamRefused as error:
             return leg_failure(FailureKind.REFUSED, _blame(worker, error), worker.url)
         except UpstreamLost as error:
@@ -213,23 +216,35 @@ class Attempt:
 
 
 async def _first_bytes(answer: Answer) -> FirstBytes:
-    return FirstBytes(answer=answer, chunk=await answer.read())
+    return FirstBytes(answer=answer, chunk=await first_piece(answer))
 
 
 async def _read_scores(answer: Answer) -> Scores | None:
     """Prefill's logprobs of the prompt, from a body that is JSON or, where the client streams, events."""
     is_event_stream = answer.headers.get("content-type", "").startswith(EVENT_STREAM)
-    return scores_in(await read_all(answer, SCORES_BYTES_MAX), is_event_stream=is_event_stream)
+    body = await first_piece(answer) + await read_all(answer, SCORES_BYTES_MAX)
+    return scores_in(body, is_event_stream=is_event_stream)
 
 
 async def _drop(answer: Answer) -> None:
-    """Read prefill's body to its end, for nobody: only that it ends well matters."""
-    size = 0
-    while chunk := await answer.read():
+    """Read prefill's body to its end, for nobody: only that it is no error and ends well matters."""
+    size = len(await first_piece(answer))
+    while size and (chunk := await answer.read()):
         size += len(chunk)
         if size > DROPPED_BYTES_MAX:
             answer.cancel()
             return
+
+
+def _said(worker: Worker, error: StreamedError) -> Failure:
+    """What a worker says in the first event of a stream."""
+    return Failure(
+        kind=kind_of_answer(error.status, error.body),
+        status=error.status,
+        body=error.body,
+        url=worker.url,
+        text=f"{_named(worker)} began a stream with error {error.status}",
+    )
 
 
 async def _told(worker: Worker, answer: Answer) -> Failure:

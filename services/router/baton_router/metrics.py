@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from baton_core.routing.workers import Role, Worker, WorkerState
 from baton_router.failures import MOVABLE, RETRYABLE, FailureKind, Rejection
 
-STATUSES = frozenset({200, 400, 401, 403, 404, 409, 413, 415, 422, 429, 499, 500, 502, 503, 504})
+STATUSES = frozenset({200, 400, 401, 403, 404, 408, 409, 413, 415, 422, 429, 499, 500, 502, 503, 504})
 """Statuses with a series of their own; what else a worker may answer counts as `other`."""
 
 GENERATING_ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
@@ -117,6 +117,11 @@ class RouterMetrics:
         self._rejections = Counter(
             "baton_router_admission_rejections", "Requests refused by the router itself", ("reason",), registry=registry
         )
+        self._local_quotas = Counter(
+            "baton_router_local_quotas",
+            "Calls for a shared quota that this router answered by its own count, since Redis was away",
+            registry=registry,
+        )
         self._degraded = Counter(
             "baton_router_degraded", "Choices of a decode worker alone for want of a prefill worker", registry=registry
         )
@@ -202,6 +207,10 @@ class RouterMetrics:
     def migrated(self, kind: FailureKind) -> None:
         """Another pair is tried for an answer that had begun."""
         self._migrations.labels(kind.value).inc()
+
+    def counted_alone(self) -> None:
+        """Redis did not answer about a quota."""
+        self._local_quotas.inc()
 
     def degraded(self) -> None:
         """A decode worker serves alone, since no prefill worker can."""

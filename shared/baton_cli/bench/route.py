@@ -146,25 +146,37 @@ def parse_policies(text: str) -> tuple[PolicyName, PolicyName]:
 
 
 def route(what: RouteBench, screen: Screen, interrupt: Interrupt) -> int:
-    """The exit code. Raises CliError, Interrupted."""
+    """The exit code. Raises CliError; Interrupted, after telling about the policies that were done by then."""
     check_writable(what.json, "--json")
     check_writable(what.plot, "--plot")
     check_plot(what.plot)
     began_s = time.process_time()
     screen.line(describe_run(what), BOLD)
-    figures = [_measure(what, text, screen, interrupt.requested) for text in what.policies]
+    figures: list[PolicyFigures] = []
+    try:
+        for text in what.policies:
+            figures.append(_measure(what, text, screen, interrupt.requested))
+    except Interrupted:
+        if figures:
+            _tell(what, figures, screen, began_s)
+        raise
+    _tell(what, figures, screen, began_s)
+    return 0
+
+
+def _tell(what: RouteBench, figures: Sequence[PolicyFigures], screen: Screen, began_s: float) -> None:
+    """Show figures, and write them where that was asked for."""
     show(screen, figures)
     screen.line()
     screen.line(f"  {time.process_time() - began_s:.0f} s of CPU on one core", DIM)
     if what.json is not None:
         settings = asdict(what.fleet) | {"requests": what.requests, "rate_per_s": what.fleet.rate_per_s}
-        record = RouteRecord(kind="route", machine=describe(), settings=settings, policies=figures)
+        record = RouteRecord(kind="route", machine=describe(), settings=settings, policies=list(figures))
         write_json(what.json, record)
         screen.line(f"  written: {what.json}")
     if what.plot is not None:
         write_route_plot(what.plot, figures, describe_run(what))
         screen.line(f"  written: {what.plot}")
-    return 0
 
 
 def describe_run(what: RouteBench) -> str:

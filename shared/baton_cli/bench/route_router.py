@@ -10,16 +10,20 @@ from array import array
 from collections.abc import Mapping, Sequence
 
 from baton_cli.bench.route_workers import Job, Machine
-from baton_core.routing.breaker import Breaker, BreakerLimits, BreakerState, RetryBudget
+from baton_core.routing.breaker import (
+    RETRIES,
+    RETRIES_BURST,
+    RETRIES_PER_REQUEST,
+    Breaker,
+    BreakerLimits,
+    BreakerState,
+    RetryBudget,
+)
 from baton_core.routing.pair import Draws, Fleet, NoPair, Pair, Policies
 from baton_core.routing.policies import Ask, PolicyName, make_policy
 from baton_core.routing.workers import Load, Role, Target, Worker, WorkerState
 
-RETRIES = 2
-RETRIES_PER_REQUEST = 0.2
-RETRIES_BURST = 32
 DRAW_BITS = 62
-"""The defaults of `baton-router`."""
 
 
 class SimulatedRouter:

@@ -13,6 +13,13 @@ from typing import assert_never
 
 from baton_core.limits import Millis
 
+RETRIES = 2
+RETRIES_PER_REQUEST = 0.2
+RETRIES_BURST = 256
+BREAKER_FAILURES_MAX = 5
+BREAKER_OPEN_MS: Millis = 5_000
+"""The router's defaults, here because the simulated router of `baton bench route` has the same."""
+
 
 class BreakerState(Enum):
     """What a breaker lets through."""
@@ -26,8 +33,8 @@ class BreakerState(Enum):
 class BreakerLimits:
     """When a breaker opens, and for how long."""
 
-    failures_max: int = 5  # in a row
-    open_ms: Millis = 5_000
+    failures_max: int = BREAKER_FAILURES_MAX  # in a row
+    open_ms: Millis = BREAKER_OPEN_MS
 
     def __post_init__(self) -> None:
         if self.failures_max < 1 or self.open_ms < 1:

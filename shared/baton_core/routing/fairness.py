@@ -8,6 +8,8 @@ import heapq
 from dataclasses import dataclass, field
 from enum import Enum
 
+BUSY_RETRY_S = 1.0
+"""When to ask again where all places of a key are taken: nobody knows when one is given back."""
 PRIORITIES = range(-100, 101)
 """Higher goes first; 0 is normal."""
 
@@ -121,7 +123,7 @@ class Meter:
         """0.0: the request may come, and must `leave`. Otherwise in how many seconds to ask again."""
         quota = self._quota
         if quota.concurrent_max and self.concurrent >= quota.concurrent_max:
-            return 1.0
+            return BUSY_RETRY_S
         if quota.requests_per_s:
             self._tokens = min(self._burst, self._tokens + (now_s - self._filled_s) * quota.requests_per_s)
             self._filled_s = now_s
@@ -134,3 +136,8 @@ class Meter:
     def leave(self) -> None:
         """A request that came has ended."""
         self.concurrent -= 1
+
+    def take_back(self) -> None:
+        """A request that came is not let in after all: it has used nothing."""
+        self.concurrent -= 1
+        self._tokens = min(self._burst, self._tokens + 1)
