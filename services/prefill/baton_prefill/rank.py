@@ -29,6 +29,7 @@ def build(materials: Materials) -> Parts:
         context_tokens=materials.engine.context_tokens,
         fingerprint=materials.fingerprint,
         layout=materials.layout,
+        prefix_cache=settings.prefix_cache,
         pp_size=materials.parallel.pp,
         dp_rank=place.dp_rank,
         dp_size=materials.parallel.dp,

@@ -105,13 +105,19 @@ class DecodePreallocQueue:
         self._ledger.fail(req, verdict, now, peer_knows=peer_knows)
 
     def order_pages(self, req: Handoff) -> None:
-        """Its turn has come (`line`), and there are pages for its prompt and a row: order them; TRANSFERRING now."""
+        """Its turn has come (`line`), and there are pages for its prompt and a row: order them; TRANSFERRING now.
+
+        What the prefix cache holds of the prompt is shared with others, and not ordered.
+        """
         rows = self._ledger.rows
         assert rows is not None and req.peer is not None
-        pages = self._ledger.allocate(pages_for(len(req.request.prompt), self._page_tokens))
+        tokens = len(req.request.prompt)
+        granted = self._ledger.take_pages(req, pages_for(tokens, self._page_tokens), tokens)
         row = rows.allocate(1)
-        assert pages is not None and row is not None, f"{req.rid} was granted what is not there"
-        req.pages, req.row = pages, row[0]
+        assert granted and row is not None, f"{req.rid} was granted what is not there"
+        req.row = row[0]
+        if self._ledger.cache is not None:
+            self._ledger.cache.count(req.computed, tokens)
         self._ledger.transfer_begins(req)
         expect = Expect(
             rid=req.rid,
@@ -119,9 +125,10 @@ class DecodePreallocQueue:
             attempt=req.attempt,
             peer=req.peer,
             source=req.peer_layout,
-            prompt_tokens=len(req.request.prompt),
-            pages=pages,
+            prompt_tokens=tokens,
+            pages=req.pages,
             row=row[0],
+            held_pages=len(req.shared),
         )
         self._ledger.effects.append(expect)
         del self.queue[req.rid]
