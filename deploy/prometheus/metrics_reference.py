@@ -148,8 +148,8 @@ ENTRIES: tuple[Entry, ...] = (
         "Above 0 for long is an alert."),
     _of("decode", "rows", "gauge", "dp_rank", "Metadata rows: handoffs that may be in flight.", "rows"),
     _of("decode", "rows_free", "gauge", "dp_rank", "Metadata rows that nobody holds.", "rows"),
-    _of("workers", "prefix_hit_tokens_total", "counter", "dp_rank", "Prompt tokens that came from the prefix cache: not computed on "
-        "prefill, not transferred to decode (or, where it is alone, not computed there)."),
+    _of("workers", "prefix_hit_tokens_total", "counter", "dp_rank", "Prompt tokens that came from the prefix cache: not "
+        "computed on prefill, not transferred to decode."),
     _of("workers", "prefix_asked_tokens_total", "counter", "dp_rank", "Prompt tokens that the prefix cache was asked for."),
     _of("decode", "backup_pages", "gauge", "dp_rank", "Pages of host memory for the KV cache of retracted "
         "requests.", "pages"),

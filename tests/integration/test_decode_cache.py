@@ -60,7 +60,7 @@ async def talk(oracle: Worker) -> list[Turn]:
 
 
 @pytest.fixture(scope="module")
-def turns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Turn]]:
+def turns(tmp_path_factory: pytest.TempPathFactory) -> list[Turn]:
     flags = flags_of({}, MODEL, page_tokens=PAGE_TOKENS, no_prefix_cache=True)
     oracle = Worker("decode", tmp_path_factory.mktemp("oracle"), "oracle", **flags)
     try:
@@ -69,7 +69,7 @@ def turns(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Turn]]:
         assert told(oracle, "gauges")["pages_cached"] == 0
     finally:
         oracle.stop()
-    yield found
+    return found
 
 
 @pytest.fixture(params=["shm", "tcp"])
@@ -131,7 +131,8 @@ async def flushed(decode: Worker) -> None:
     gauges = told(decode, "gauges")
     assert gauges["pages_cached"] > 0
     assert gauges["pages_free"] + gauges["pages_cached"] == gauges["pages"]
-    assert httpx.post(f"{decode.url}/flush_cache", timeout=REQUEST_S).status_code == 200
+    async with httpx.AsyncClient(timeout=REQUEST_S) as client:
+        assert (await client.post(f"{decode.url}/flush_cache")).status_code == 200
 
     async def empty() -> bool:
         gauges = told(decode, "gauges")

@@ -95,7 +95,7 @@ class PageLine:
         return nsmallest(_LOOK_AT, waiting, key=_place) if self._ledger.prioritised else islice(waiting, _LOOK_AT)
 
     def _pages_in_use(self, req: Handoff, most: int) -> int:
-        """Pages that it would share with somebody who reads them now, `most` at most: they are not taken from what is spare."""
+        """Pages that it would share with somebody who reads them now, `most` at most: they take nothing from `spare`."""
         cache = self._ledger.cache
         if cache is None or req.slots:
             return 0
