@@ -109,7 +109,7 @@ OVERVIEW = (
         "percentunit",
         (
             (f"1 - {gauge('baton_prefill_pages_free')} / {gauge('baton_prefill_pages')}", "prefill (cache included)"),
-            (f"1 - {gauge('baton_decode_pages_free')} / {gauge('baton_decode_pages')}", "decode"),
+            (f"1 - {gauge('baton_decode_pages_free')} / {gauge('baton_decode_pages')}", "decode (cache included)"),
         ),
     ),
     Panel(

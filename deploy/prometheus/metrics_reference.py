@@ -142,12 +142,16 @@ ENTRIES: tuple[Entry, ...] = (
     _of("workers", "pages", "gauge", "dp_rank", "KV pages of the pool.", "pages"),
     _of("workers", "pages_free", "gauge", "dp_rank", "Pages that nobody holds; cached ones are not free, but can be freed.",
         "pages"),
-    _of("workers", "pages_cached", "gauge", "dp_rank", "Pages that only the prefix cache holds.", "pages"),
+    _of("workers", "pages_cached", "gauge", "dp_rank", "Pages that the prefix cache holds, alone or with requests that "
+        "read them.", "pages"),
+    _of("workers", "pages_spare", "gauge", "dp_rank", "Pages that may be taken: free ones, and cached ones that nobody "
+        "reads.", "pages"),
     _of("workers", "quarantined_pages", "gauge", "dp_rank", "Pages kept because a silent peer might still write to them. "
         "Above 0 for long is an alert."),
     _of("decode", "rows", "gauge", "dp_rank", "Metadata rows: handoffs that may be in flight.", "rows"),
     _of("decode", "rows_free", "gauge", "dp_rank", "Metadata rows that nobody holds.", "rows"),
-    _of("workers", "prefix_hit_tokens_total", "counter", "dp_rank", "Prompt tokens that came from the prefix cache."),
+    _of("workers", "prefix_hit_tokens_total", "counter", "dp_rank", "Prompt tokens that came from the prefix cache: not "
+        "computed on prefill, not transferred to decode."),
     _of("workers", "prefix_asked_tokens_total", "counter", "dp_rank", "Prompt tokens that the prefix cache was asked for."),
     _of("decode", "backup_pages", "gauge", "dp_rank", "Pages of host memory for the KV cache of retracted "
         "requests.", "pages"),

@@ -53,6 +53,15 @@ def scored_from(req: Handoff) -> int:
     return len(req.request.prompt) if start is None or req.outputs else max(start, 1) - 1
 
 
+def reusable_tokens(req: Handoff) -> int:
+    """How many tokens from the first on need not be computed if the cache has them.
+
+    The last must be, for its logits; so must all whose logits the client asks for.
+    """
+    last = req.known - 1
+    return last if req.outputs else min(last, scored_from(req))
+
+
 def _scoring(req: Handoff, start: int, end: int) -> tuple[int, tuple[int, ...]]:
     first = max(start, scored_from(req))
     if first >= end:

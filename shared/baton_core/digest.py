@@ -16,7 +16,7 @@ def numbers_of_ledger(ledger: Ledger) -> list[int]:
     """The books of one side."""
     pool, rows, cache, rooms = ledger.pool, ledger.rows, ledger.cache, ledger.rooms
     numbers = [ledger.draining, ledger.arrivals, len(ledger.live), rooms.tombstones, rooms.trace.digest()]
-    numbers += (pool.free, pool.trace.digest())
+    numbers += (pool.free, pool.trace.digest(), ledger.epoch, ledger.stale_before)
     if rows is not None:
         numbers += (rows.free, rows.trace.digest())
     if ledger.slots.total:
@@ -71,6 +71,7 @@ def _numbers_of(one: Handoff) -> tuple[int, ...]:
         len(one.outputs),
         one.outputs[-1] if one.outputs else -1,
         len(one.shared),
+        one.epoch,
         # Which pages were handed out, and in which order, is in the pool's trace; these say who got them.
         len(one.pages),
         one.pages[0] if one.pages else -1,

@@ -57,7 +57,8 @@ class Connect:
 class Expect:
     """Decode: let this attempt's writers write these pages and this row, then order them from `peer`'s unit.
 
-    Which of its ranks write here follows from the two unit layouts; `source` is the text of prefill's.
+    Which of its ranks write here follows from the two unit layouts; `source` is the text of prefill's. The first
+    `held_pages` of `pages` hold their tokens already and are shared: nobody may write them.
     """
 
     rid: RequestId
@@ -68,6 +69,7 @@ class Expect:
     prompt_tokens: int
     pages: tuple[PageId, ...]
     row: int
+    held_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,14 +11,17 @@ context-parallel ranks, which all hold all pages, the one whose number is the pa
     its writer               cp 0   cp 1   cp 0   cp 1
     target page ordinal        0      0      1      1          32 tokens each
 
-A *fingerprint* is the canonical text of everything else that shapes KV: it must be equal, or the handshake refuses,
-naming both values. What `plan` can translate (page size, and the layers and heads of a rank) is not part of it.
+The first pages of a prompt may be *held*: decode has them in its prefix cache, and nobody writes them, not even with the
+same bytes. So what is *wanted* is a range of target pages, from the first that is not held to the last of the prompt.
+
+What no plan can translate is in the two *fingerprints* (`fingerprint`): they must be equal. What `plan` can translate
+(page size, and the layers and heads of a rank) is not part of them.
 """
 
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 
@@ -195,48 +198,59 @@ class Plan:
         self.token_bytes = 2 * len(self._layers) * len(self._heads) * source.token_bytes if speaks else 0
         """Bytes of one token that this writer sends, of the pages that are its own to send; 0 if it sends none."""
 
-    def pieces(self, ordinals: range, target_pages: int) -> Iterator[tuple[int, int, Run]]:
+    def pieces(self, ordinals: range, wanted: range) -> Iterator[tuple[int, int, Run]]:
         """What to send of these source pages, by ordinal in the prompt: source ordinal, target ordinal, run.
 
-        Left out are pages that another rank sends, and runs beyond the `target_pages` of the prompt.
+        Left out are pages that another rank sends, and runs that belong to other target pages than the `wanted` ones.
         """
-        for ordinal, number, first in self._own(ordinals):
+        for ordinal, number, first in self._own(ordinals, wanted.start):
             for run in self._runs.get(number) or self._of_page(number):
-                if first + run.target_ordinal >= target_pages:
-                    break
-                yield ordinal, first + run.target_ordinal, run
+                if first + run.target_ordinal in wanted:
+                    yield ordinal, first + run.target_ordinal, run
 
-    def stripes(self, ordinals: range, target_pages: int) -> Iterator[tuple[int, int, tuple[Stripe, ...]]]:
+    def stripes(self, ordinals: range, wanted: range) -> Iterator[tuple[int, int, tuple[Stripe, ...]]]:
         """The pieces, page by page, with those at steady distances taken together.
 
         Source ordinal, the target ordinal that its stripes' ordinals are added to, stripes.
         """
-        for ordinal, number, first in self._own(ordinals):
+        for ordinal, number, first in self._own(ordinals, wanted.start):
             stripes = self._stripes.get(number)
             if stripes is None:
                 stripes = self._stripes[number] = _striped(self._runs.get(number) or self._of_page(number))
-            if first + self._target_pages > target_pages:
-                stripes = tuple(stripe for stripe in stripes if first + stripe.target_ordinal < target_pages)
+            if first < wanted.start or first + self._target_pages > wanted.stop:
+                stripes = tuple(stripe for stripe in stripes if first + stripe.target_ordinal in wanted)
             yield ordinal, first, stripes
 
-    def _own(self, ordinals: range) -> list[tuple[int, int, int]]:
+    def _own(self, ordinals: range, held_pages: int) -> list[tuple[int, int, int]]:
         """Those that this rank sends, with their number in their period and that period's first target page."""
         if not self.token_bytes:
             return []
         source_pages, target_pages = self._source_pages, self._target_pages
-        own = ordinals if self.turns == 1 else [one for one in ordinals if one % self.turns == self._cp_rank]
+        first = max(ordinals.start, self._first_own(held_pages))
+        own = range(first + (self._cp_rank - first) % self.turns, ordinals.stop, self.turns)
         if source_pages == 1:
             return [(ordinal, 0, ordinal * target_pages) for ordinal in own]
         return [(one, one % source_pages, one // source_pages * target_pages) for one in own]
 
-    def owed_bytes(self, prompt_tokens: int) -> int:
-        """Bytes of all pieces of a prompt."""
+    def _first_own(self, held_pages: int) -> int:
+        """The first source page of which this rank sends something, where so many target pages are held."""
+        first = held_pages * self._target.page_tokens // self._source.page_tokens
+        return first + (self._cp_rank - first) % self.turns
+
+    def _held_tokens(self, held_pages: int) -> int:
+        """Tokens at the head of its first own source page that are held: that page may straddle the border."""
+        return max(0, held_pages * self._target.page_tokens - self._first_own(held_pages) * self._source.page_tokens)
+
+    def owed_bytes(self, prompt_tokens: int, held_pages: int = 0) -> int:
+        """Bytes of all pieces of a prompt, less those of the first `held_pages` target pages."""
         source_size, target_size = self._source.page_tokens, self._target.page_tokens
         source_pages, target_pages = self.source_pages(prompt_tokens), -(-prompt_tokens // target_size)
-        tokens = len(range(self._cp_rank, source_pages, self.turns)) * source_size
-        if tokens and (source_pages - 1) % self.turns == self._cp_rank:
-            # The last source page may reach beyond the last target page.
-            tokens -= max(0, source_pages * source_size - target_pages * target_size)
+        tokens = len(range(self._first_own(held_pages), source_pages, self.turns)) * source_size
+        if tokens:
+            tokens -= self._held_tokens(held_pages)
+            if (source_pages - 1) % self.turns == self._cp_rank:
+                # The last source page may reach beyond the last target page.
+                tokens -= max(0, source_pages * source_size - target_pages * target_size)
         return tokens * self.token_bytes
 
     def source_pages(self, prompt_tokens: int) -> int:
@@ -253,12 +267,13 @@ class Plan:
         """What is sent of one whole source page."""
         return self._source.page_tokens * self.token_bytes
 
-    def leading_pages(self, sent_bytes: int) -> int:
+    def leading_pages(self, sent_bytes: int, held_pages: int = 0) -> int:
         """Source pages, from the first on, of which nothing is left to send after the first `sent_bytes` of all pieces.
 
         Only for less than all that is owed.
         """
-        return self._cp_rank + sent_bytes // self.source_page_bytes * self.turns
+        sent_bytes += self._held_tokens(held_pages) * self.token_bytes
+        return self._first_own(held_pages) + sent_bytes // self.source_page_bytes * self.turns
 
     def _of_page(self, number: int) -> tuple[Run, ...]:
         """The runs of source page `number` of a period, neighbours joined, in order of target page and offset."""
@@ -336,10 +351,15 @@ def row_writer(source: UnitLayout, target: UnitLayout, target_member: Member) ->
 
 
 def bytes_fed(
-    source: UnitLayout, source_member: Member, target: UnitLayout, target_member: Member, prompt_tokens: int
+    source: UnitLayout,
+    source_member: Member,
+    target: UnitLayout,
+    target_member: Member,
+    prompt_tokens: int,
+    held_pages: int = 0,
 ) -> int:
-    """The bytes that this writer owes this reader for a prompt."""
-    return plan(source, source_member, target, target_member).owed_bytes(prompt_tokens)
+    """The bytes that this writer owes this reader for a prompt of which the reader holds its first pages."""
+    return plan(source, source_member, target, target_member).owed_bytes(prompt_tokens, held_pages)
 
 
 def _striped(runs: Sequence[Run]) -> tuple[Stripe, ...]:
@@ -372,27 +392,4 @@ def _striped(runs: Sequence[Run]) -> tuple[Stripe, ...]:
 def _continues(last: Run, run: Run) -> bool:
     return (
         last.source_offset + last.nbytes == run.source_offset and last.target_offset + last.nbytes == run.target_offset
-    )
-
-
-def fingerprint(fields: Mapping[str, str | int | float | bool]) -> str:
-    """Canonical text of everything that shapes KV."""
-    return json.dumps(dict(fields), sort_keys=True, separators=(",", ":"))
-
-
-def mismatches(prefill: str, decode: str) -> tuple[str, ...]:
-    """The differences between two fingerprints, each naming both values; empty if they fit."""
-    if prefill == decode:
-        return ()
-    try:
-        ours, theirs = json.loads(prefill), json.loads(decode)
-    except ValueError:
-        return (f"fingerprint is {prefill!r} on prefill and {decode!r} on decode",)
-    if not isinstance(ours, dict) or not isinstance(theirs, dict):
-        return (f"fingerprint is {prefill!r} on prefill and {decode!r} on decode",)
-    names = sorted(ours.keys() | theirs.keys())
-    return tuple(
-        f"{name} is {ours.get(name)!r} on prefill and {theirs.get(name)!r} on decode"
-        for name in names
-        if ours.get(name) != theirs.get(name)
     )

@@ -33,6 +33,8 @@ class Ledger:
         self.rows = rows
         self.slots = slots or PagePool(0)  # pages of the host, for backups
         self.cache: PrefixCache | None = None
+        self.epoch = 0  # flushes of the cache: what is older never enters it again
+        self.stale_before = 0  # KV caches of an epoch before this one are of no use any more (decode)
         self.rooms = RoomTable(limits)
         self.live: dict[RequestId, Handoff] = {}
         # Attempts that the transfer backend knows, the oldest first. A room may be used again while its old life is still
@@ -242,10 +244,11 @@ class Ledger:
         return found
 
     def give_up_pages(self, handoff: Handoff) -> None:
-        """A retracted request returns its pages: no transfer, step or copy has them in hand."""
+        """Its pages return to pool and cache: no transfer, step or copy has them in hand. Nothing of it is computed now."""
         assert not handoff.opened and not handoff.in_step and not handoff.copy
         self.pool.release(self._pages_to_free(handoff))
         handoff.pages = handoff.shared = ()
+        handoff.planned = handoff.computed = 0
 
     def give_up_slots(self, handoff: Handoff) -> None:
         """Its backup is of no use any more."""
@@ -257,6 +260,36 @@ class Ledger:
     def spare(self) -> int:
         """Pages that may be allocated."""
         return self.pool.free + (0 if self.cache is None else self.cache.pages - self.cache.locked)
+
+    @property
+    def returned(self) -> int:
+        """How much `spare` has grown, ever: only then is it worth to look for pages again."""
+        return self.pool.returned + (0 if self.cache is None else self.cache.spared)
+
+    def take_pages(self, handoff: Handoff, pages: int, usable_tokens: int) -> bool:
+        """Give it `pages` pages: those that the cache has for its first tokens (`usable_tokens` at most), and new ones.
+
+        What the cache has counts as computed. False, and nothing done, if there are not enough.
+        """
+        cache = self.cache
+        shared = () if cache is None else tuple(cache.match(handoff.known_tokens(0, usable_tokens), usable_tokens))
+        if cache is not None:
+            cache.lock(shared)
+        own = self.allocate(pages - len(shared))
+        if own is None:
+            if cache is not None:
+                cache.unlock(shared)
+            return False
+        handoff.shared, handoff.epoch = shared, self.epoch
+        handoff.pages = tuple(node.page for node in shared) + own
+        handoff.planned = handoff.computed = 0 if cache is None else len(shared) * cache.page_tokens
+        return True
+
+    def flush_cache(self) -> None:
+        """Forget what is cached; what was computed before now is never cached."""
+        self.epoch += 1
+        if self.cache is not None:
+            self.cache.flush()
 
     def allocate(self, pages: int) -> tuple[PageId, ...] | None:
         """Pages from the pool, at the expense of cached ones that nobody uses; None, and none lost, if they do not do."""
@@ -338,14 +371,14 @@ class Ledger:
 
     def _pages_to_free(self, handoff: Handoff) -> list[PageId]:
         """Pages that go back to the pool now: what was computed well stays in the prefix cache, if there is one."""
+        own = left = list(handoff.pages[len(handoff.shared) :])
         if self.cache is None:
-            return list(handoff.pages)
-        own = handoff.pages[len(handoff.shared) :]
-        trusted = handoff.to_finish is None or handoff.to_finish.reason is not Reason.DEVICE_FAULT
-        computed = min(handoff.computed, len(handoff.request.prompt)) // self.cache.page_tokens if trusted else 0
-        whole = max(computed, len(handoff.shared))
-        tokens = handoff.request.prompt[: whole * self.cache.page_tokens]
-        left = self.cache.insert(tokens, handoff.pages[:whole]) + list(handoff.pages[whole:])
+            return own
+        if handoff.epoch == self.epoch:
+            faulty = handoff.to_finish is not None and handoff.to_finish.reason is Reason.DEVICE_FAULT
+            whole = len(handoff.shared) if faulty else handoff.computed // self.cache.page_tokens
+            tokens = handoff.known_tokens(0, whole * self.cache.page_tokens)
+            left = self.cache.insert(tokens, handoff.pages[:whole]) + list(handoff.pages[whole:])
         self.cache.unlock(handoff.shared)
         assert len(left) <= len(own)
         return left

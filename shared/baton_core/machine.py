@@ -78,13 +78,14 @@ class Handoff:
     infos: BootstrapInfos | None = None
     pages: tuple[PageId, ...] = ()
     shared: tuple[Node, ...] = ()  # the first of `pages`, which the prefix cache owns and this request has locked
+    epoch: int = 0  # of the ledger when it got its pages: its KV cache is not older
     row: int | None = None
     opened: bool = False  # the transfer backend knows this attempt: Offer or Expect was performed
     slots: tuple[PageId, ...] = ()  # of the host: a copy of its pages, in their order
     copy: int = 0  # number of the copy to or from `slots` that is under way
     in_step: int = 0  # running plans that name it
     planned: int = 0  # tokens of the prompt (or of `known`) that running plans compute, or that are computed
-    computed: int = 0  # likewise: whose KV is in `pages`
+    computed: int = 0  # likewise, of prompt and answer: whose KV is in `pages`
     pushed: int = 0  # pages handed to the transfer backend (prefill)
     progress: int = 0
     outputs: list[int] = field(default_factory=list)

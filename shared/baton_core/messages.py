@@ -106,9 +106,10 @@ RoomMessage = Hello | Accepted | NotYet | Rejected | RoomFailed
 class PageOrder:
     """One decode rank to one prefill rank: write this room's pages here.
 
-    `pages` are page ids of the target pool in prompt order, `len == ceil(prompt_tokens / page_tokens)`; `row` is the
-    target's metadata row; `address` is where the target's transfer backend listens, in the backend's own words.
-    Which member of its unit the sender is, is read off its name (`ranks.member_of`).
+    `pages` are page ids of the target pool in prompt order, `len == ceil(prompt_tokens / page_tokens)`; the first
+    `held_pages` of them hold their tokens already and others read them: nobody may write them. `row` is the target's
+    metadata row; `address` is where the target's transfer backend listens, in the backend's own words. Which member of
+    its unit the sender is, is read off its name (`ranks.member_of`).
     """
 
     room: Room
@@ -119,10 +120,14 @@ class PageOrder:
     backend: str
     address: str
     layout: str  # text of the decode unit's `kv_layout.UnitLayout`
+    held_pages: int = 0
 
     def __post_init__(self) -> None:
         if self.attempt < 1 or self.row < 0 or any(page < 0 for page in self.pages):
             raise ValueError(f"page order of room {self.room}: attempt, row or page out of range")
+        if not 0 <= self.held_pages <= len(self.pages):
+            text = f"{self.held_pages} of {len(self.pages)} pages are said to be held"
+            raise ValueError(f"page order of room {self.room}: {text}")
 
 
 _ROW = struct.Struct("<QIiIIfhH")  # …, logprob of the first token, likeliest tokens that follow, flags

@@ -135,13 +135,14 @@ def _gauges(core: PrefillCore | DecodeCore, links: Links) -> dict[str, float]:
     gauges: dict[str, float] = {
         "pages": ledger.pool.total,
         "pages_free": ledger.pool.free,
+        "pages_spare": ledger.spare,
         "pages_cached": 0 if ledger.cache is None else ledger.cache.pages,
         "live_requests": len(ledger.live),
         "tombstones": ledger.rooms.tombstones,
         "links": len(links.peers),
         "paused": float(bool(core.paused)),
         "running_steps": len(core.steps.running),
-        "quarantined_pages": sum(len(one.pages) for one in ledger.live.values() if one.fenced),
+        "quarantined_pages": sum(len(one.pages) - len(one.shared) for one in ledger.live.values() if one.fenced),
     }
     for phase in ledger.table.polls:
         gauges[f"queue_requests{{queue={phase.value}}}"] = 0

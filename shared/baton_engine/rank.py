@@ -20,7 +20,8 @@ import zmq
 from baton_core.agreement import GateArgs
 from baton_core.decode.core import DecodeCore
 from baton_core.errors import EngineError
-from baton_core.kv_layout import UnitLayout, fingerprint
+from baton_core.fingerprint import fingerprint
+from baton_core.kv_layout import UnitLayout
 from baton_core.limits import Limits
 from baton_core.prefill.core import PrefillCore
 from baton_core.ranks import Parallel, Place, member_name
@@ -38,7 +39,7 @@ from baton_io.links import Links
 
 log = structlog.get_logger(__name__)
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Of messages, page orders, metadata rows and the KV stream; part of the fingerprint."""
 
 EXIT_ORPHANED = 3
@@ -94,6 +95,8 @@ class RankSettings(Protocol):
     def page_tokens(self) -> int: ...
     @property
     def kv_tokens(self) -> int: ...
+    @property
+    def prefix_cache(self) -> bool: ...
     @property
     def threads(self) -> int: ...
     @property

@@ -57,6 +57,10 @@ class WorkerConfig:
     bootstrap_allow: tuple[str, ...] = option((), "more bootstrap hosts that requests may name")
     page_tokens: int = option(16, "tokens in one KV page")
     kv_tokens: int = option(32_768, "tokens the KV pool holds")
+    prefix_cache: bool = option(
+        True,
+        "keep the KV pages of finished requests, so that what begins alike is neither computed nor transferred again",
+    )
     tp: int = option(1, "tensor-parallel ranks of one stage of one unit")
     pp: int = option(1, "pipeline stages of one unit")
     dp: int = option(1, "units: attention-DP ranks, each with a KV pool and requests of its own")
@@ -184,6 +188,7 @@ class RankConfig:
     advertise_host: str  # and tell others this
     page_tokens: int
     kv_tokens: int
+    prefix_cache: bool
     threads: int
     cores: tuple[int, ...]  # empty: leave the affinity alone
     log_format: LogFormat

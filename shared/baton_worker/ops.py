@@ -230,7 +230,8 @@ class Ops:
         }
         ready = worker.units[dp_rank].leader.heard.ready
         pages = int(gauges.get("pages", 0 if ready is None else ready.kv_pages))  # before its first snapshot, all free
-        used = pages - int(gauges.get("pages_free", pages))
+        # What is cached and nobody reads is as good as free.
+        used = pages - int(gauges.get("pages_spare", gauges.get("pages_free", pages)))
         page_tokens = worker.config.page_tokens
         return {
             "timestamp": now,

@@ -79,6 +79,7 @@ class RankPlan:
             advertise_host=config.reachable_host,
             page_tokens=config.page_tokens,
             kv_tokens=config.kv_tokens,
+            prefix_cache=config.prefix_cache,
             threads=threads,
             cores=split_cores(parse_cores(config.cores), count)[local_rank],
             log_format=config.log_format,

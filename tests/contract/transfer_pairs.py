@@ -177,11 +177,13 @@ def order_of(
     attempt: int,
     pages: tuple[int, ...],
     row: int,
+    held_pages: int = 0,
     **changes: str,
 ) -> PageOrder:
     """What the rank called `name` orders."""
     words = {"backend": receiver.backend, "address": receiver.address, "layout": unit.to_text()}
-    return PageOrder(room=room, attempt=attempt, incarnation=name, pages=pages, row=row, **(words | changes))
+    words |= changes
+    return PageOrder(room=room, attempt=attempt, incarnation=name, pages=pages, row=row, held_pages=held_pages, **words)
 
 
 def row_of(room: int = 7, attempt: int = 1) -> MetadataRow:
@@ -222,9 +224,9 @@ class Units:
             for member, (pool, rows) in enumerate(zip(self.targets, self.rows, strict=True))
         ]
 
-    def begin(self, tokens: int, room: int = 7, absent: tuple[Member, ...] = ()) -> None:
+    def begin(self, tokens: int, room: int = 7, absent: tuple[Member, ...] = (), held_pages: int = 0) -> None:
         """Fill the prompt's pages; expect and offer everywhere; order, except from the ranks of prefill in `absent`."""
-        self.tokens = tokens
+        self.tokens, self.held_pages = tokens, held_pages
         self.source_pages = scattered(self.source.pages(tokens))
         self.target_pages = scattered(self.target.pages(tokens), step=7)
         for member, pool in enumerate(self.sources):
@@ -233,7 +235,7 @@ class Units:
         for sender in self.senders:
             sender.offer(room, 1, DECODE, self.target, tokens)
         for member, receiver in enumerate(self.receivers):
-            receiver.expect(room, 1, PREFILL, self.source, tokens, self.target_pages, 2)
+            receiver.expect(room, 1, PREFILL, self.source, tokens, self.target_pages, 2, held_pages)
             for writer in writers(self.source, self.target, member):
                 if writer not in absent:
                     self.order(member, writer, room)
@@ -241,7 +243,7 @@ class Units:
     def order(self, member: Member, writer: Member, room: int = 7) -> None:
         """A rank of decode orders from a rank of prefill."""
         name = f"d1/0.{member}"
-        order = order_of(self.receivers[member], name, self.target, room, 1, self.target_pages, 2)
+        order = order_of(self.receivers[member], name, self.target, room, 1, self.target_pages, 2, self.held_pages)
         self.senders[writer].order(name, order)
 
     def ready(self, room: int = 7) -> None:
@@ -280,12 +282,12 @@ class Units:
 
     def check(self, member: Member) -> None:
         """One rank's pages, number by number."""
-        size = self.target.page_tokens
-        for ordinal, page in enumerate(self.target_pages):
+        size, held = self.target.page_tokens, self.held_pages
+        for ordinal, page in enumerate(self.target_pages[held:], held):
             tokens = min(size, self.tokens - ordinal * size)
             expected = content(self.target, member, ordinal)
             assert torch.equal(self.targets[member].tensor[page][..., :tokens, :], expected[..., :tokens, :])
-        untouched = [page for page in range(POOL_PAGES) if page not in self.target_pages]
+        untouched = [page for page in range(POOL_PAGES) if page not in self.target_pages[held:]]
         assert not self.targets[member].tensor[untouched].any()
 
     def feeds(self, member: Member) -> bool:

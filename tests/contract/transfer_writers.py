@@ -65,9 +65,15 @@ class ShmWriter:
             os.close(descriptor)
 
     def asks(
-        self, serial: int = 1, room: int = 7, attempt: int = 1, pages: tuple[int, ...] = (5, 3, 9), row: int = 2
+        self,
+        serial: int = 1,
+        room: int = 7,
+        attempt: int = 1,
+        pages: tuple[int, ...] = (5, 3, 9),
+        row: int = 2,
+        held_pages: int = 0,
     ) -> Kind:
-        digest = order_digest(pages, row)
+        digest = order_digest(pages, row, held_pages)
         self.says(Frame(kind=Kind.BEGIN, serial=serial, room=room, attempt=attempt, count=digest))
         answer = self.hears()
         assert answer.serial == serial

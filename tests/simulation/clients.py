@@ -15,6 +15,7 @@ from baton_core.registration import FOLLOW
 from baton_core.request import FAKE_HOST, Bootstrap, Finish, FinishType, Request, RequestId, Sampling
 from simulation.invariants import check_cause, require
 from simulation.oracle import VOCABULARY, Oracle, logprob_of
+from simulation.prompts import Prompts
 
 if TYPE_CHECKING:
     from simulation.unit import Unit
@@ -64,7 +65,7 @@ class Clients:
 
     def __init__(self, world: "World") -> None:
         self.world = world
-        self._prompts: list[tuple[int, ...]] = []
+        self._prompts = Prompts(world)
         self.pairs: list[Pair] = []
         self.legs: dict[tuple[str, RequestId], Leg] = {}
         self._rooms: dict[int, Pair] = {}  # the newest pair of each room, newest last
@@ -81,7 +82,8 @@ class Clients:
         length = random.randint(1, shape.prompt_most)
         if random.random() < 0.03:
             length = shape.context_tokens + 1 if shape.context_tokens < 200 else shape.decode_tokens
-        prompt = self._prompt(length)
+        prompt = self._prompts.draw(length, self.legs.values())
+        length = len(prompt)
         most = random.randint(shape.answer_least, shape.answer_most)
         stops = tuple(random.sample(range(VOCABULARY), 15)) if random.random() < 0.3 else ()
         sampling = Sampling(
@@ -106,16 +108,6 @@ class Clients:
             )
         else:
             self._plan_pair(pair, rid, prompt, sampling, (prefill, decode))
-
-    def _prompt(self, length: int) -> tuple[int, ...]:
-        """Half of the prompts begin like an earlier one, so that the prefix cache has something to share."""
-        random = self.world.random
-        fresh = tuple(random.randrange(VOCABULARY) for _ in range(length))
-        if self._prompts and random.random() < 0.5:
-            like = self._prompts[random.randrange(len(self._prompts))][: random.randint(1, length)]
-            fresh = like + fresh[len(like) :]
-        self._prompts.append(fresh)
-        return fresh
 
     def _plan_pair(
         self,

@@ -74,7 +74,9 @@ class Copies:
     def _copy(self, effect: Backup | Restore, page: PageId, slot: PageId) -> None:
         handoff = self.rank.ledger.live.get(effect.rid)
         held = handoff is not None and handoff.copy == effect.copy
-        held = held and handoff is not None and page in handoff.pages and slot in handoff.slots
+        own = () if handoff is None else handoff.pages[len(handoff.shared) :]
+        held = held and handoff is not None and slot in handoff.slots
+        held = held and page in (handoff.pages if isinstance(effect, Backup) and handoff is not None else own)
         require(held, "law of pages", f"{self.rank} {effect} touches page {page} and slot {slot}")
         memory = self.rank.memory
         first = page * memory.page_bytes

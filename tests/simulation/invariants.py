@@ -54,10 +54,17 @@ def check_books(rank: "Rank", now: int) -> None:
         else:
             due = handoff.due_at
             require(due > now, "liveness", f"{rank} {handoff.rid} in {handoff.phase}: due at {due}, it is {now}")
+        pages = tuple(node.page for node in handoff.shared)
+        require(
+            handoff.pages[: len(pages)] == pages, "pages", f"{rank} {handoff.rid} shares {pages} of {handoff.pages}"
+        )
     pool = ledger.pool
     cached = 0 if ledger.cache is None else ledger.cache.pages
     books = f"{rank}: {pool.free} free + {held} held + {cached} cached != {pool.total}"
     require(pool.free + held + cached == pool.total, "pages", books)
+    if ledger.cache is not None and rank.flushes:
+        stale = [page for page in ledger.cache.found() if rank.pages_born[page] < rank.flushes]
+        require(not stale, "flush", f"{rank}: pages {stale} are cached and older than the last flush")
     if ledger.rows is not None:
         total = ledger.rows.total
         require(ledger.rows.free + rows == total, "rows", f"{rank}: {ledger.rows.free} free + {rows} != {total}")
@@ -154,6 +161,13 @@ def check_touch(rank: "Rank", rid: RequestId, room: Room, attempt: int, page: in
     """A transfer reads or writes `page` only while this very attempt holds it."""
     handoff = holder(rank, rid, room, attempt, what)
     require(page in handoff.pages, "law of pages", f"{rank} {what} page {page}, which {rid} does not hold")
+
+
+def check_write(rank: "Rank", rid: RequestId, room: Room, attempt: int, page: int) -> None:
+    """Likewise a write, which moreover hits only what nobody else reads."""
+    check_touch(rank, rid, room, attempt, page, "writes")
+    shared = [node.page for node in rank.ledger.live[rid].shared]
+    require(page not in shared, "law of pages", f"{rank} writes page {page} for {rid}, which the cache shares")
 
 
 def check_row(rank: "Rank", rid: RequestId, room: Room, attempt: int, row: int) -> None:

@@ -96,9 +96,11 @@ class Memory:
             position += 1
         return self.seen(piece.pages[: -(-position // size)], position)
 
-    def write(self, pages: Sequence[PageId], folds: Sequence[int]) -> None:
-        """Make these pages hold a prompt, by magic (the fake backend)."""
+    def write(self, pages: Sequence[PageId], folds: Sequence[int], held_pages: int) -> None:
+        """Make these pages but the held ones hold a prompt, by magic (the fake backend)."""
         for position, number in enumerate(folds):
+            if position < held_pages * self.page_tokens:
+                continue
             index, offset = divmod(position, self.page_tokens)
             first = pages[index] * self._page_words + offset
             for cell, mark in self._cells:

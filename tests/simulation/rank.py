@@ -12,7 +12,7 @@ from baton_core import effects as fx
 from baton_core.agreement import GateArgs, MetadataRows, Observation, Watch
 from baton_core.decode.core import DecodeCore
 from baton_core.effects import Effect
-from baton_core.events import Input, PeerGone, PeerSaid, Resolved, Submit
+from baton_core.events import FlushCache, Input, Pause, PauseMode, PeerGone, PeerSaid, Resolved, Submit
 from baton_core.ledger import Ledger, copy_of
 from baton_core.limits import Millis
 from baton_core.messages import MetadataRow
@@ -86,6 +86,9 @@ class Rank:
         else:
             self.transfer = FakeSender(self) if fake else Sender(self)
         self.replica = Replica(self.core, self, unit.parallel, member)
+        self.pages_born: dict[int, int] = {}  # by page: how often the cache had been flushed when it was handed out
+        self.flushes = 0
+        self._watch_pool()
         self.legal_moves = {(source.value, target.value) for source, target in self.ledger.table.edges()}
 
     def __repr__(self) -> str:
@@ -123,6 +126,17 @@ class Rank:
             return (len(self.core.farewells),)
         return (len(self.core.orphans),)
 
+    def _watch_pool(self) -> None:
+        pool = self.ledger.pool
+        allocate = pool.allocate
+
+        def noted(count: int) -> tuple[int, ...] | None:
+            pages = allocate(count)
+            self.pages_born.update(dict.fromkeys(pages or (), self.flushes))
+            return pages
+
+        pool.allocate = noted  # type: ignore[method-assign]
+
     # -- the log
 
     def take(self, entry: LogEntry) -> None:
@@ -139,6 +153,7 @@ class Rank:
             for event in self.entry.inputs:
                 if isinstance(event, Submit):
                     self.phases[event.request.rid] = "intake"
+                self.flushes += event == FlushCache() or event == Pause(mode=PauseMode.RETRACT)
             self._asking = self.replica.applying(self.entry)
             self._go(None)
 

@@ -7,7 +7,7 @@ from baton_core.effects import Expect
 from baton_core.kv_layout import UnitLayout
 from baton_core.messages import MetadataRow
 from baton_core.ranks import Member
-from simulation.invariants import check_row, check_touch, require
+from simulation.invariants import check_row, check_write, require
 from simulation.oracle import Oracle
 from simulation.transfer import Attempt, Bytes, Transfer, Way, member_name_beside
 
@@ -34,8 +34,9 @@ class Receiver(Transfer):
         names_row = kv_layout.row_writer(source, self.layout, member)
         for writer in kv_layout.writers(source, self.layout, member):
             attempt.ways[writer] = Way(
-                owed=kv_layout.bytes_fed(source, writer, self.layout, member, effect.prompt_tokens),
+                owed=kv_layout.bytes_fed(source, writer, self.layout, member, effect.prompt_tokens, effect.held_pages),
                 plan=kv_layout.plan(source, writer, self.layout, member),
+                wanted=range(effect.held_pages, len(effect.pages)),
                 writes_row=writer == names_row,
                 ordered=True,
             )
@@ -49,7 +50,7 @@ class Receiver(Transfer):
             self.world.at(self.world.network.latency(), self.break_off, attempt, "connection refused")
             return
         way.stream = self.world.network.stream(peer, self.rank)
-        way.stream.post(False, "order", attempt.room, attempt.attempt)
+        way.stream.post(False, "order", attempt.room, attempt.attempt, way.wanted.start)
 
     def heard(self, stream: "Stream", message: tuple[object, ...]) -> None:
         """A page, or the row."""
@@ -86,14 +87,14 @@ class Receiver(Transfer):
         way, memory = attempt.ways[stream.prefill.member], self.rank.memory
         for ordinal, offset, content in pieces:
             page = attempt.pages[ordinal]
-            check_touch(self.rank, attempt.rid, attempt.room, attempt.attempt, page, "writes")
+            check_write(self.rank, attempt.rid, attempt.room, attempt.attempt, page)
             start = page * memory.page_bytes + offset
             memory.bytes[start : start + len(content)] = content
             way.moved += len(content)
         way.busy = stream.busy = False
         owed = sum(one.owed for one in attempt.ways.values())
         received = sum(one.moved for one in attempt.ways.values())
-        attempt.progress = attempt.pages_total * received // owed
+        attempt.progress = attempt.pages_total * received // owed if owed else attempt.pages_total
         stream.post(False, "landed", attempt.room, attempt.attempt, way.moved)
         stream.pump(True)
         if attempt.dead:
@@ -137,7 +138,7 @@ class FakeReceiver(Receiver):
     def expect(self, effect: Expect) -> None:
         """The right contents appear at once."""
         oracle = Oracle(self.rank.ledger.live[effect.rid].known_tokens(0, effect.prompt_tokens))
-        self.rank.memory.write(effect.pages, oracle.folds[: effect.prompt_tokens])
+        self.rank.memory.write(effect.pages, oracle.folds[: effect.prompt_tokens], effect.held_pages)
         row = MetadataRow(room=effect.room, attempt=effect.attempt, first_token=oracle.next())
         self.rank.metadata[effect.row] = row
         self.begin(Attempt(rid=effect.rid, room=effect.room, attempt=effect.attempt, magic=True))

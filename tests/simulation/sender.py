@@ -21,7 +21,7 @@ class Sender(Transfer):
     def __init__(self, rank: "Rank") -> None:
         super().__init__(rank)
         # Orders that came before this rank, which may be behind its leader, took the log entry that offers.
-        self._early: dict[tuple[Room, int, str], Stream] = {}
+        self._early: dict[tuple[Room, int, str], tuple[Stream, int]] = {}
 
     def offer(self, effect: Offer) -> None:
         """Take this attempt's orders, from the ranks of this unit only."""
@@ -32,22 +32,20 @@ class Sender(Transfer):
             attempt=effect.attempt,
             peer=effect.peer,
             pages_total=effect.pages_total,
-            target_pages=target.pages(effect.prompt_tokens),
+            prompt_tokens=effect.prompt_tokens,
         )
         for reader in kv_layout.readers(self.layout, target, member):
             attempt.ways[reader] = Way(
                 owed=kv_layout.bytes_fed(self.layout, member, target, reader, effect.prompt_tokens),
                 plan=kv_layout.plan(self.layout, member, target, reader),
+                wanted=range(target.pages(effect.prompt_tokens)),
                 writes_row=kv_layout.row_writer(self.layout, target, reader) == member,
             )
         for reader, way in attempt.ways.items():
-            moved = 0
-            for ordinal, _, run in way.plan.pieces(range(attempt.pages_total), attempt.target_pages):
-                moved += run.nbytes
-                way.ends[ordinal] = moved
+            _find_ends(attempt, way)
             early = self._early.pop((effect.room, effect.attempt, member_name_beside(effect.peer, reader)), None)
-            if early is not None and early.open:
-                way.stream, way.ordered = early, True
+            if early is not None and early[0].open:
+                self._ordered(attempt, way, *early)
         self._progress(attempt)
         self.begin(attempt)
 
@@ -57,14 +55,14 @@ class Sender(Transfer):
         attempt = self.attempts.get((room, number))  # type: ignore[arg-type]
         if attempt is None and kind == "order":
             key = room, number, stream.decode.name
-            self._early[key] = stream  # type: ignore[index]
+            self._early[key] = stream, rest[0]  # type: ignore[index,assignment]
             self.world.at(self.world.shape.limits.other_leg_ms, self._early.pop, key, None)
             return
         way = None if attempt is None else attempt.ways.get(stream.decode.member)
         if attempt is None or way is None or unit_of(attempt.peer) != unit_of(stream.decode.name):
             return
         if kind == "order" and not attempt.revoked:
-            way.stream, way.ordered = stream, True
+            self._ordered(attempt, way, stream, int(str(rest[0])))
         elif way.stream is not stream:
             return
         elif kind == "landed":
@@ -73,6 +71,14 @@ class Sender(Transfer):
         elif kind == "row_done" and not attempt.dead:
             way.row_done = True
         self.changed()
+
+    def _ordered(self, attempt: Attempt, way: Way, stream: "Stream", held_pages: int) -> None:
+        """What the reader holds already is not for it."""
+        way.stream, way.ordered = stream, True
+        way.wanted = range(held_pages, way.wanted.stop)
+        way.owed = way.plan.owed_bytes(attempt.prompt_tokens, held_pages)
+        _find_ends(attempt, way)
+        self._progress(attempt)
 
     def _progress(self, attempt: Attempt) -> None:
         """The leading pages that all readers have; pages that this rank does not send count as there."""
@@ -137,10 +143,19 @@ class Sender(Transfer):
 
     def _pieces(self, attempt: Attempt, way: Way, ordinal: int, page: PageId) -> tuple[Bytes, ...]:
         memory, pieces = self.rank.memory, []
-        for _, target, run in way.plan.pieces(range(ordinal, ordinal + 1), attempt.target_pages):
+        for _, target, run in way.plan.pieces(range(ordinal, ordinal + 1), way.wanted):
             start = page * memory.page_bytes + run.source_offset
             pieces.append((target, run.target_offset, bytes(memory.bytes[start : start + run.nbytes])))
         return tuple(pieces)
+
+
+def _find_ends(attempt: Attempt, way: Way) -> None:
+    """Which pages of the prompt go this way, and how much is there after each."""
+    moved = 0
+    way.ends.clear()
+    for ordinal, _, run in way.plan.pieces(range(attempt.pages_total), way.wanted):
+        moved += run.nbytes
+        way.ends[ordinal] = moved
 
 
 class FakeSender(Sender):
@@ -148,7 +163,8 @@ class FakeSender(Sender):
 
     def offer(self, effect: Offer) -> None:
         """No order will come, and none is needed."""
-        way = Way(owed=1, plan=kv_layout.plan(self.layout, 0, self.layout, 0), writes_row=True, ordered=True)
+        plan = kv_layout.plan(self.layout, 0, self.layout, 0)
+        way = Way(owed=1, plan=plan, wanted=range(0), writes_row=True, ordered=True)
         self.begin(Attempt(rid=effect.rid, room=effect.room, attempt=effect.attempt, ways={0: way}))
 
     def push(self, effect: Push) -> None:

@@ -96,6 +96,8 @@ class Shape:
     flushes: int
     aimed_aborts: int
     prefix_cache: bool
+    decode_prefix_cache: bool
+    conversations: float  # chance that a prompt goes on where an earlier answer ended
 
     @property
     def prefills(self) -> int:
@@ -141,6 +143,7 @@ def draw_shape(seed: int, random: Random) -> Shape:
     parallels = _units_of_many(random) if many else _units_of_one(random, large)
     together = any(one.dp_attention for one in parallels.values())
     limits, manners = _limits(random, profile), _manners(random)
+    talk = Random(f"conversations {seed}")
     if many:  # a unit of several ranks needs a while to agree that its writers stopped
         limits = replace(limits, revoking_ms=2_000)
     if together and random.random() < 0.5:
@@ -176,6 +179,8 @@ def draw_shape(seed: int, random: Random) -> Shape:
         flushes=random.choice((0, 0, 1, 2)),
         aimed_aborts=random.choice((5, 8) if together else (0, 1, 2)),
         prefix_cache=random.random() < 0.85,
+        decode_prefix_cache=talk.random() < 0.85,
+        conversations=talk.choice((0.0, 0.4, 0.9)),
         process_faults=random.randint(4, 12) if profile in ("process", "all") else 0,
     )
 

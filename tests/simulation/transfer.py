@@ -41,6 +41,7 @@ class Way:
 
     owed: int  # bytes
     plan: Plan
+    wanted: range  # target pages that may be written
     writes_row: bool
     stream: "Stream | None" = None
     ordered: bool = False
@@ -72,7 +73,7 @@ class Attempt:
     peer: str = ""
     pages: tuple[PageId, ...] = ()
     pages_total: int = 0  # of this side
-    target_pages: int = 0  # prefill: of the other
+    prompt_tokens: int = 0
     row: int = 0  # decode: where the row goes
     row_from: Member | None = None  # decode: who wrote it
     ways: dict[Member, Way] = field(default_factory=dict)

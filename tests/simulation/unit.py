@@ -91,6 +91,7 @@ class Unit:
             pool_pages=self.pages,
             context_tokens=shape.context_tokens,
             fingerprint=fingerprint,
+            prefix_cache=shape.decode_prefix_cache,
             layout=self.layout,
             pp_size=self.parallel.pp,
         )

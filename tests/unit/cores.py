@@ -197,12 +197,13 @@ def prefill(limits: Limits = LIMITS, **fields: Any) -> Bench[PrefillCore]:
 
 
 def decode(limits: Limits = LIMITS, **fields: Any) -> Bench[DecodeCore]:
-    """A decode core with 8 pages of 2 tokens."""
+    """A decode core with 8 pages of 2 tokens and no prefix cache."""
     made = {
         "pool_pages": 8,
         "layout": LAYOUT,
         "context_tokens": 32,
         "fingerprint": FINGERPRINT,
+        "prefix_cache": False,
         **fields,
     }
     return Bench(DecodeCore(limits=limits, **made))

@@ -22,7 +22,7 @@ from baton_cli.errors import UsageError
 from baton_cli.fetch import Reply, Unreachable, fetch
 from baton_cli.layout import UpOptions, parse_setting
 from baton_cli.show import Screen
-from baton_core.kv_layout import fingerprint
+from baton_core.fingerprint import fingerprint
 from unit.canned_http import Answers, serving
 
 GIB = 1024**3

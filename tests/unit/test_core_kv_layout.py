@@ -5,12 +5,12 @@ from itertools import pairwise, product
 
 import pytest
 
+from baton_core.fingerprint import fingerprint, mismatches
 from baton_core.kv_layout import (
     LayoutMismatch,
+    Plan,
     UnitLayout,
     bytes_fed,
-    fingerprint,
-    mismatches,
     plan,
     readers,
     require_translatable,
@@ -61,7 +61,9 @@ def carry(
     pages = array("I", bytes(4 * target.pages(tokens) * there))
     for member in range(source.members):
         here, owed = source.member(member).page_bytes // CELL, 0
-        pieces = plan(source, member, target, target_member).pieces(range(source.pages(tokens)), target.pages(tokens))
+        pieces = plan(source, member, target, target_member).pieces(
+            range(source.pages(tokens)), range(target.pages(tokens))
+        )
         for ordinal, target_ordinal, run in pieces:
             assert run.target_offset + run.nbytes <= there * CELL, "a run ends beyond its page"
             first, count = target_ordinal * there + run.target_offset // CELL, run.nbytes // CELL
@@ -125,7 +127,7 @@ def test_equal_units_need_one_run_a_page_from_rank_to_rank() -> None:
     both = unit(tp=2, pp=2)
     for member in range(4):
         assert writers(both, both, member) == (member,) == readers(both, both, member)
-        (piece,) = plan(both, member, both, member).pieces(range(4, 5), 9)
+        (piece,) = plan(both, member, both, member).pieces(range(4, 5), range(9))
         ordinal, target_ordinal, run = piece
         assert (ordinal, target_ordinal, run.source_offset, run.target_offset) == (4, 4, 0, 0)
         assert run.nbytes == both.member(member).page_bytes
@@ -134,13 +136,15 @@ def test_equal_units_need_one_run_a_page_from_rank_to_rank() -> None:
 
 def test_runs_are_joined_as_far_as_both_pages_allow() -> None:
     def count(source: UnitLayout, target: UnitLayout) -> int:
-        return len(list(plan(source, 0, target, 0).pieces(range(1), 9)))
+        return len(list(plan(source, 0, target, 0).pieces(range(1), range(9))))
 
     assert count(unit(), unit(pp=3)) == 1, "a stage's layers are one run"
     assert count(unit(), unit(tp=2)) == 2 * LAYERS, "half the heads are a run for keys and one for values a layer"
     assert count(unit(), unit(page_tokens=4)) == 2 * LAYERS * 4, "another page size is a run a head"
     for source, target in product((unit(), unit(tp=4), unit(pp=2)), (unit(), unit(tp=2), unit(page_tokens=3))):
-        for (_, ordinal, before), (_, next_ordinal, after) in pairwise(plan(source, 0, target, 0).pieces(range(1), 9)):
+        for (_, ordinal, before), (_, next_ordinal, after) in pairwise(
+            plan(source, 0, target, 0).pieces(range(1), range(9))
+        ):
             if ordinal == next_ordinal:
                 assert before.target_offset + before.nbytes <= after.target_offset, "in target order"
                 touching = before.target_offset + before.nbytes == after.target_offset
@@ -153,16 +157,16 @@ def test_stripes_are_the_same_runs_taken_together() -> None:
         single = plan(source, 0, target, 0)
         expanded = [
             (ordinal, first + stripe.target_ordinal, stripe.source_offset + row * stripe.source_step, at, stripe.nbytes)
-            for ordinal, first, stripes in single.stripes(range(7), 6)
+            for ordinal, first, stripes in single.stripes(range(7), range(6))
             for stripe in stripes
             for row in range(stripe.count)
             for at in [stripe.target_offset + row * stripe.target_step]
         ]
         assert expanded == [
             (ordinal, target_ordinal, run.source_offset, run.target_offset, run.nbytes)
-            for ordinal, target_ordinal, run in single.pieces(range(7), 6)
+            for ordinal, target_ordinal, run in single.pieces(range(7), range(6))
         ]
-    ((_, _, stripes),) = plan(unit(), 0, unit(tp=2), 0).stripes(range(1), 1)
+    ((_, _, stripes),) = plan(unit(), 0, unit(tp=2), 0).stripes(range(1), range(1))
     assert len(stripes) == 1, "half the heads are one stripe"
 
 
@@ -182,9 +186,55 @@ def test_replicated_heads_are_written_by_the_lowest_rank_that_holds_them() -> No
 def test_context_parallel_ranks_take_turns_page_by_page() -> None:
     source, target = unit(cp=2), unit()
     assert writers(source, target, 0) == (0, 1) and row_writer(source, target, 0) == 0
-    turns = [[ordinal for ordinal, _, _ in plan(source, one, target, 0).pieces(range(5), 5)] for one in (0, 1)]
+    turns = [[ordinal for ordinal, _, _ in plan(source, one, target, 0).pieces(range(5), range(5))] for one in (0, 1)]
     assert turns == [[0, 2, 4], [1, 3]]
     assert bytes_fed(source, 1, target, 0, 2) == 0, "a prompt of one page"
+
+
+def expanded(one: Plan, ordinals: range, wanted: range) -> list[tuple[int, int, int, int, int]]:
+    """The runs of all stripes."""
+    return [
+        (ordinal, first + stripe.target_ordinal, stripe.source_offset + row * stripe.source_step, at, stripe.nbytes)
+        for ordinal, first, stripes in one.stripes(ordinals, wanted)
+        for stripe in stripes
+        for row in range(stripe.count)
+        for at in [stripe.target_offset + row * stripe.target_step]
+    ]
+
+
+@pytest.mark.parametrize("sizes", [*SIZES, (4, 8), (8, 4)], ids=str)
+def test_what_the_target_holds_is_left_out_and_nothing_else_changes(sizes: tuple[int, int]) -> None:
+    tokens = 21
+    for source_shape, target_shape in product(shapes(4), shapes(4)):
+        source, target = unit(page_tokens=sizes[0], **source_shape), unit(page_tokens=sizes[1], **target_shape)
+        ordinals, pages = range(source.pages(tokens)), target.pages(tokens)
+        for member, target_member in product(range(source.members), range(target.members)):
+            one = plan(source, member, target, target_member)
+            whole = list(one.pieces(ordinals, range(pages)))
+            for held in range(pages + 1):
+                left = list(one.pieces(ordinals, range(held, pages)))
+                assert left == [piece for piece in whole if piece[1] >= held]
+                owed = sum(run.nbytes for _, _, run in left)
+                assert owed == bytes_fed(source, member, target, target_member, tokens, held)
+                runs = [(ordinal, at, run.source_offset, run.target_offset, run.nbytes) for ordinal, at, run in left]
+                assert expanded(one, ordinals, range(held, pages)) == runs
+
+
+@pytest.mark.parametrize("sizes", [*SIZES, (4, 8), (8, 4)], ids=str)
+@pytest.mark.parametrize("cp", [1, 2, 3])
+def test_leading_pages_count_from_what_the_target_holds(sizes: tuple[int, int], cp: int) -> None:
+    source, target = unit(page_tokens=sizes[0], cp=cp), unit(page_tokens=sizes[1])
+    tokens = 25
+    ordinals, pages = range(source.pages(tokens)), target.pages(tokens)
+    for member, held in product(range(cp), range(pages + 1)):
+        one, sent = plan(source, member, target, 0), 0
+        owed = one.owed_bytes(tokens, held)
+        pieces = list(one.pieces(ordinals, range(held, pages)))
+        for done, (ordinal, _, run) in enumerate(pieces):
+            assert one.leading_pages(sent, held) == ordinal, "the first that lacks something"
+            assert one.leading_pages(sent + run.nbytes - 1, held) == ordinal
+            sent += run.nbytes
+            assert (sent == owed) == (done == len(pieces) - 1)
 
 
 def test_bytes_sent_say_how_many_leading_pages_nobody_waits_for_any_more() -> None:

@@ -32,6 +32,8 @@ def build(materials: Materials) -> Parts:
         context_tokens=materials.engine.context_tokens,
         fingerprint=materials.fingerprint,
         layout=materials.layout,
+        # What the fake backend leaves in the pages is no KV cache, and must not become anybody else's.
+        prefix_cache=materials.settings.prefix_cache and materials.backend != "fake",
         pp_size=materials.parallel.pp,
     )
     side = DecodeSide(

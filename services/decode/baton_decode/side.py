@@ -81,7 +81,14 @@ class DecodeSide:
         source = UnitLayout.from_text(effect.source)
         # Ready to receive before anybody can send.
         self.attempts.expect(
-            effect.room, effect.attempt, effect.peer, source, effect.prompt_tokens, effect.pages, effect.row
+            effect.room,
+            effect.attempt,
+            effect.peer,
+            source,
+            effect.prompt_tokens,
+            effect.pages,
+            effect.row,
+            effect.held_pages,
         )
         order = PageOrder(
             room=effect.room,
@@ -92,6 +99,7 @@ class DecodeSide:
             backend=self.attempts.backend,
             address=self.attempts.address,
             layout=self._layout_text,
+            held_pages=effect.held_pages,
         )
         endpoints = self._endpoints.get(unit_of(effect.peer), ())
         for writer in writers(source, self._layout, self._place.member):

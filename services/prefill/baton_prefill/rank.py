@@ -30,6 +30,7 @@ def build(materials: Materials) -> Parts:
         fingerprint=materials.fingerprint,
         layout=materials.layout,
         vocab_size=materials.engine.config.vocab,
+        prefix_cache=settings.prefix_cache,
         pp_size=materials.parallel.pp,
         dp_rank=place.dp_rank,
         dp_size=materials.parallel.dp,

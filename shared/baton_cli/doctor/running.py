@@ -10,7 +10,8 @@ from typing import Any
 from baton_cli.doctor.findings import Finding, fail, ok, warn
 from baton_cli.fetch import Reply, Unreachable, fetch
 from baton_cli.fleet import ANSWER_TOKENS_MAX, chat_body
-from baton_core.kv_layout import LayoutMismatch, UnitLayout, mismatches, require_translatable
+from baton_core.fingerprint import mismatches
+from baton_core.kv_layout import LayoutMismatch, UnitLayout, require_translatable
 
 SKEW_SECONDS = 3.0
 ANSWER_CHARS = 60

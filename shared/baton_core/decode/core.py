@@ -42,6 +42,7 @@ from baton_core.machine import Handoff, Phase, move
 from baton_core.messages import Accepted, Hello, NotYet, Rejected, RoomFailed
 from baton_core.pages import PagePool
 from baton_core.plan import StepPlan, StepResult
+from baton_core.prefix import PrefixCache
 from baton_core.ranks import unit_of
 from baton_core.request import Finish, FinishType, Request, RequestId, Room
 from baton_core.steps import Steps
@@ -59,6 +60,7 @@ class DecodeCore:
         context_tokens: int,
         fingerprint: str,
         layout: UnitLayout,
+        prefix_cache: bool = True,
         pp_size: int = 1,
     ) -> None:
         self.limits = limits
@@ -68,6 +70,8 @@ class DecodeCore:
         rows = PagePool(limits.metadata_rows)
         self.ledger = Ledger(DECODE, limits, PagePool(pool_pages), rows, PagePool(limits.backup_pages))
         self.ledger.on_leave = self._on_leave
+        if prefix_cache:
+            self.ledger.cache = PrefixCache(self.ledger.pool, self.page_tokens)
         self.memory = DecodeMemory(self.ledger, self.page_tokens, context_tokens)
         self.reentry = Reentry(self.ledger, self.memory)
         self.prealloc = DecodePreallocQueue(
@@ -111,7 +115,7 @@ class DecodeCore:
             case DrainBegan():
                 self.ledger.draining = True
             case FlushCache():
-                pass  # decode keeps no cache yet
+                self.ledger.flush_cache()
             case Pause():
                 self._pause(event.mode, now)
             case Continue():
@@ -166,6 +170,7 @@ class DecodeCore:
                     self._stream(handoff, now)
             else:
                 assert made is not None, f"step {result.step} drew no token for {handoff.rid}"
+                handoff.computed += len(piece.tokens)
                 take_token(handoff, made)
                 self._stream(handoff, now)
         self._order_pages(now)
@@ -242,17 +247,12 @@ class DecodeCore:
 
     def _pause(self, mode: PauseMode, now: Millis) -> None:
         self.paused = mode
+        if mode is PauseMode.RETRACT:
+            self.memory.outdate()
         if mode is PauseMode.ABORT:
             verdict = Verdict(reason=Reason.ABORTED, text="generation was paused, and what ran was aborted")
             for rid in list(self.ledger.live):
                 self._abort(rid, verdict, now)
-
-    def _retract_all(self) -> None:
-        """While paused with RETRACT: whoever has a KV cache, and no step in hand, gives it up."""
-        for req in (*self.batch.between_steps(), *self.batch.computing.values()):
-            if not req.in_step:
-                self.memory.retract(req, backup=False)
-        self.memory.forget_backups()
 
     def _resolved(self, event: Resolved, now: Millis) -> None:
         handoff = self.ledger.live.get(event.rid)
@@ -336,9 +336,9 @@ class DecodeCore:
     def _order_pages(self, now: Millis) -> None:
         """Pages may have become free, or a request may have been accepted."""
         self._now = now
-        if self.paused is PauseMode.RETRACT:
-            self._retract_all()
-        else:
+        if self.memory.outdated:
+            self.memory.retract_outdated((*self.batch.between_steps(), *self.batch.computing.values()))
+        if self.paused is not PauseMode.RETRACT:
             self.line.admit()
             self._reenter(now)
         if self.pp_size == 1:

@@ -8,12 +8,16 @@ from collections.abc import Callable, Iterable
 from heapq import nsmallest
 from itertools import islice
 
+from baton_core.chunks import reusable_tokens
 from baton_core.decode.memory import DecodeMemory
 from baton_core.decode.planning import DecodeBatch
 from baton_core.decode.prealloc import DecodePreallocQueue
 from baton_core.decode.transfer import DecodeTransferQueue
 from baton_core.ledger import Ledger
 from baton_core.machine import Handoff, Phase
+
+_PAGES_MOST = 256
+"""So many pages are looked up in the prefix cache in one pass, for those that would not fit otherwise."""
 
 _LOOK_AT = 64
 """So many of each queue are looked at: enough to find one that fits, and bounded."""
@@ -47,6 +51,7 @@ class PageLine:
 
     def _pass(self) -> None:
         spare = least_priority = None
+        look_ups = _PAGES_MOST
         passed: list[Handoff] = []
         for req in self._waiting():
             if not self._may(req):
@@ -54,6 +59,9 @@ class PageLine:
             if spare is None:
                 spare = self._ledger.spare - self._promised()
             wants = self._memory.pages_expected(req)
+            if wants > spare and look_ups > 0:
+                in_use = self._pages_in_use(req, min(look_ups, wants - max(0, spare)))
+                wants, look_ups = wants - in_use, look_ups - in_use - 1
             if wants <= spare:
                 spare -= wants
                 self._grants[req.phase](req)
@@ -75,7 +83,7 @@ class PageLine:
         seats, unplanned = self._batch.prompts_wanted()
         memory = self._memory
         news = self._prealloc.accepted + memory.backups + memory.recomputations + memory.fallbacks + ledger.copies_begun
-        return ledger.arrivals, ledger.pool.returned, rows.returned, len(ledger.copies), news, seats, unplanned
+        return ledger.arrivals, ledger.returned, rows.returned, len(ledger.copies), news, seats, unplanned
 
     def _waiting(self) -> list[Handoff]:
         accepted = (req for req in self._prealloc.queue.values() if req.phase is Phase.PREALLOC)
@@ -87,6 +95,15 @@ class PageLine:
     def _first(self, waiting: Iterable[Handoff]) -> Iterable[Handoff]:
         """Those of a queue that may be next; it stands in order of arrival."""
         return nsmallest(_LOOK_AT, waiting, key=_place) if self._ledger.prioritised else islice(waiting, _LOOK_AT)
+
+    def _pages_in_use(self, req: Handoff, most: int) -> int:
+        """Pages that it would share with somebody who reads them now, `most` at most: they take nothing from `spare`."""
+        cache = self._ledger.cache
+        if cache is None or req.slots:
+            return 0
+        usable = req.known if req.phase is Phase.PREALLOC else reusable_tokens(req)
+        whole = min(usable // cache.page_tokens, most)
+        return cache.in_use(req.known_tokens(0, whole * cache.page_tokens))
 
     def _may(self, req: Handoff) -> bool:
         """Whether it waits for nothing but pages."""

@@ -5,7 +5,8 @@ the bet is lost, somebody is *retracted*: its KV cache goes to the host, where t
 anew, by prefill (`reentry`) or here; its stream pauses and goes on later, exactly where it was.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
 
 from baton_core.admission import AnswerShare
 from baton_core.errors import Verdict
@@ -31,6 +32,7 @@ class DecodeMemory:
         self.backups = 0
         self.recomputations = 0
         self.fallbacks = 0  # of these: computed here after all, because prefill could not
+        self.outdated = False  # somebody may have a KV cache that is older than permitted
 
     @property
     def queues(self) -> tuple[dict[RequestId, Handoff], ...]:
@@ -84,7 +86,7 @@ class DecodeMemory:
 
     def _coming(self) -> int:
         """Pages that are free as soon as they are copied."""
-        return sum(len(req.pages) for req in self.backing_up.values())
+        return sum(len(req.pages) for req in self.backing_up.values()) - _read_by_others(self.backing_up.values())
 
     def make_way(self, req: Handoff, missing: int, victims: list[Handoff]) -> None:
         """Retract requests of lesser priority than `req`, if that frees the `missing` pages.
@@ -93,12 +95,12 @@ class DecodeMemory:
         """
         lesser = [one for one in sorted(victims, key=_gives_way) if one.request.priority < req.request.priority]
         missing -= self._coming()
-        if missing > sum(self._held(one) for one in lesser):
+        if missing > sum(self._held(one) for one in lesser) - _read_by_others(lesser):
             return
         for one in lesser:
             if missing <= 0:
                 return
-            missing -= self._held(one)
+            missing -= self._held(one) - _read_by_others((one,))
             self.retract(one)
 
     def _held(self, req: Handoff) -> int:
@@ -121,7 +123,6 @@ class DecodeMemory:
         self._ledger.give_up_pages(req)
         if not req.outputs:
             req.prompt_logprobs.clear()
-        self._forget(req)
         self.wait(req)
 
     def wait(self, req: Handoff, verdict: Verdict | None = None) -> None:
@@ -135,16 +136,25 @@ class DecodeMemory:
             return False
         return req.rebootstraps < self._ledger.limits.rebootstraps_max
 
-    def _forget(self, req: Handoff) -> None:
-        """Nothing of it is computed any more."""
-        req.planned = req.computed = 0
+    def outdate(self) -> None:
+        """The weights may change: every KV cache that exists, or is on its way, is to be computed anew."""
+        self._ledger.flush_cache()
+        self._ledger.stale_before = self._ledger.epoch
+        self.outdated = True
 
-    def forget_backups(self) -> None:
-        """What waits on the host is stale: compute it anew."""
+    def retract_outdated(self, holders: Iterable[Handoff]) -> None:
+        """Of `holders` of a KV cache, who has no step in hand gives it up if it is outdated; so do those on the host."""
+        for req in holders:
+            if not req.in_step and self._is_outdated(req):
+                self.retract(req, backup=False)
         for req in self.retracted.values():
-            if req.slots:
+            if req.slots and self._is_outdated(req):
                 self._ledger.give_up_slots(req)
-                self._forget(req)
+        live = self._ledger.live.values()
+        self.outdated = any((one.pages or one.slots) and self._is_outdated(one) for one in live)
+
+    def _is_outdated(self, req: Handoff) -> bool:
+        return req.epoch < self._ledger.stale_before
 
     def restore(self, req: Handoff) -> None:
         """A retracted request gets pages for what it has on the host; there are as many."""
@@ -168,12 +178,11 @@ class DecodeMemory:
             self._ledger.give_up_slots(req)
         if restored and good:
             req.is_retracted = False
+            req.planned = req.computed = req.known - 1
             move(req, Phase.ARRIVED, self._ledger.effects)
             return True
         self._ledger.give_up_pages(req)
-        if not good:
-            self.recomputations += 1
-            self._forget(req)
+        self.recomputations += not good
         self.wait(req)
         return False
 
@@ -185,6 +194,12 @@ class DecodeMemory:
     def numbers(self) -> list[int]:
         """What decides here beside the queues, for the digest."""
         return [self.share.used, self.share.allowed]
+
+
+def _read_by_others(reqs: Collection[Handoff]) -> int:
+    """Pages of these that stay in use when all of them give theirs up."""
+    readers = Counter(node for req in reqs for node in req.shared)
+    return sum(node.locks > count for node, count in readers.items())
 
 
 def _gives_way(req: Handoff) -> tuple[int, int, int, int]:

@@ -1,6 +1,6 @@
 """Which sequences the next decode step continues, and which prompts a colocated worker computes beside them."""
 
-from baton_core.chunks import prompt_chunk
+from baton_core.chunks import prompt_chunk, reusable_tokens
 from baton_core.decode.memory import DecodeMemory
 from baton_core.ledger import Ledger
 from baton_core.machine import Handoff, Phase, move
@@ -45,9 +45,12 @@ class DecodeBatch:
 
     def begin_prompt(self, req: Handoff) -> None:
         """There are pages for what is to be computed of this request: they are its own from now on."""
-        pages = self._ledger.allocate(self._memory.pages_known(req))
-        assert pages is not None, f"{req.rid} was granted pages that are not there"
-        req.pages = pages
+        granted = self._ledger.take_pages(req, self._memory.pages_known(req), reusable_tokens(req))
+        assert granted, f"{req.rid} was granted pages that are not there"
+        if not req.outputs:
+            req.cached_tokens = req.computed
+        if self._ledger.cache is not None and not req.is_retracted:
+            self._ledger.cache.count(req.cached_tokens, len(req.request.prompt))
         self.local[req.rid] = self.computing[req.rid] = req
         move(req, Phase.COMPUTING, self._ledger.effects)
 

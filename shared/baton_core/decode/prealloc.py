@@ -117,13 +117,19 @@ class DecodePreallocQueue:
         self._reentry.fail(req, verdict, now, peer_knows=peer_knows)
 
     def order_pages(self, req: Handoff) -> None:
-        """Its turn has come (`line`), and there are pages for what is known of it and a row: TRANSFERRING now."""
+        """Its turn has come (`line`), and there are pages for what is known of it and a row: TRANSFERRING now.
+
+        What the prefix cache holds of it is shared with others, and not ordered.
+        """
         rows = self._ledger.rows
         assert rows is not None and req.peer is not None
-        pages = self._ledger.allocate(pages_for(req.known, self._page_tokens))
+        tokens = req.known
+        granted = self._ledger.take_pages(req, pages_for(tokens, self._page_tokens), tokens)
         row = rows.allocate(1)
-        assert pages is not None and row is not None, f"{req.rid} was granted what is not there"
-        req.pages, req.row = pages, row[0]
+        assert granted and row is not None, f"{req.rid} was granted what is not there"
+        req.row = row[0]
+        if self._ledger.cache is not None:
+            self._ledger.cache.count(req.computed, tokens)
         self._ledger.transfer_begins(req)
         expect = Expect(
             rid=req.rid,
@@ -131,9 +137,10 @@ class DecodePreallocQueue:
             attempt=req.attempt,
             peer=req.peer,
             source=req.peer_layout,
-            prompt_tokens=req.known,
-            pages=pages,
+            prompt_tokens=tokens,
+            pages=req.pages,
             row=row[0],
+            held_pages=len(req.shared),
         )
         self._ledger.effects.append(expect)
         del self.queue[req.rid]

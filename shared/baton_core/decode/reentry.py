@@ -87,7 +87,7 @@ class Reentry:
         ledger.arrivals += 1
         revoked_at = now + ledger.limits.revoking_ms
         remains = Handoff(
-            request=replace(req.request, rid=rid),
+            request=replace(req.request, rid=rid, prompt=req.known_tokens(0, req.known)),
             serial=ledger.arrivals,
             table=ledger.table,
             arrived_at=now,
@@ -95,6 +95,8 @@ class Reentry:
             attempt=req.attempt,
             pages=req.pages,
             shared=req.shared,
+            computed=req.computed,
+            epoch=req.epoch,
             row=req.row,
             opened=True,
             revoked_here=req.revoked_here,
@@ -108,4 +110,5 @@ class Reentry:
             ledger.effects.append(Revoke(room=req.room, attempt=req.attempt))
         move(remains, Phase.REVOKING, ledger.effects, stage_deadline_at=revoked_at)
         req.pages, req.shared, req.row = (), (), None
+        req.planned = req.computed = 0
         req.opened = req.revoked_here = False

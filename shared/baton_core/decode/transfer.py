@@ -75,9 +75,10 @@ class DecodeTransferQueue:
     def _watch_gate(self, req: Handoff, progress: int, now: Millis) -> None:
         """All pages are here but not the row: it must follow within `transfer_stall_ms`.
 
-        Before that, prefill queues and computes (the request's own budget), and prefill itself watches its pushes.
+        Before that, prefill queues and computes (the request's own budget), and prefill itself watches its pushes. Where
+        the whole prompt was held already, pages say nothing about prefill.
         """
         whole = pages_for(req.known, self._page_tokens)
-        if progress >= whole and req.progress < whole:
+        if progress >= whole and req.progress < whole and len(req.shared) < whole:
             req.stage_deadline_at = now + self._ledger.limits.transfer_stall_ms
         req.progress = max(req.progress, progress)

@@ -117,8 +117,7 @@ class PrefillCore:
             case DrainBegan():
                 self.ledger.draining = True
             case FlushCache():
-                if self.ledger.cache is not None:
-                    self.ledger.cache.flush()
+                self.ledger.flush_cache()
             case Pause():
                 self._pause(event.mode, now)
             case Continue():
@@ -225,8 +224,8 @@ class PrefillCore:
             verdict = Verdict(reason=Reason.ABORTED, text="generation was paused, and what ran was aborted")
             for handoff in list(self.ledger.live.values()):
                 self.ledger.fail(handoff, verdict, now)
-        elif mode is PauseMode.RETRACT and self.ledger.cache is not None:
-            self.ledger.cache.flush()
+        elif mode is PauseMode.RETRACT:
+            self.ledger.flush_cache()
 
     def _peer_said(self, event: PeerSaid, now: Millis) -> None:
         match event.message:

@@ -1,6 +1,6 @@
 """Which prompt chunks the next prefill step computes."""
 
-from baton_core.chunks import prompt_chunk, scored_from
+from baton_core.chunks import prompt_chunk, reusable_tokens
 from baton_core.ledger import Ledger
 from baton_core.machine import Handoff, Phase, move
 from baton_core.pages import pages_for
@@ -48,19 +48,9 @@ class PrefillWaitingQueue:
         if req.phase is Phase.FORWARDING:
             return True
         cache, prompt = self._ledger.cache, req.request.prompt
-        # Positions whose logits are asked for must be computed, cached or not.
-        usable = scored_from(req) // self._page_tokens
-        shared = () if cache is None else tuple(cache.match(prompt)[:usable])
-        if cache is not None:
-            cache.lock(shared)
-        own = self._ledger.allocate(pages_for(len(prompt), self._page_tokens) - len(shared))
-        if own is None:
-            if cache is not None:
-                cache.unlock(shared)
+        if not self._ledger.take_pages(req, pages_for(len(prompt), self._page_tokens), reusable_tokens(req)):
             return False
-        req.shared = shared
-        req.pages = tuple(node.page for node in shared) + own
-        req.planned = req.computed = req.cached_tokens = len(shared) * self._page_tokens
+        req.cached_tokens = req.computed
         if cache is not None:
             cache.count(req.cached_tokens, len(prompt))
         move(req, Phase.FORWARDING, self._ledger.effects)

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from baton_core.admission import capacity_verdict
 from baton_core.errors import Reason, Verdict
-from baton_core.kv_layout import UnitLayout, mismatches, require_translatable
+from baton_core.fingerprint import mismatches
+from baton_core.kv_layout import UnitLayout, require_translatable
 from baton_core.limits import Limits
 from baton_core.messages import TOKEN_MAX, Hello
 from baton_core.registration import FOLLOW

@@ -41,6 +41,7 @@ class Flow:
     plan: Plan
     owed_bytes: int
     carries_row: bool
+    held_pages: int = 0  # on prefill: of the reader's, the first of the prompt, which nobody writes
     moved_bytes: int = 0
     row_moved: bool = False
     busy: int = 0  # threads that touch its pages right now
@@ -63,8 +64,8 @@ class Flow:
 
     @property
     def wants_check(self) -> bool:
-        """Whether it counts only when its checksum is right."""
-        return self.must_verify or self.checksum is not None
+        """Whether it counts only when its checksum is right; who owes nothing has nothing to vouch for."""
+        return self.owed_bytes > 0 and (self.must_verify or self.checksum is not None)
 
     @property
     def complete(self) -> bool:
@@ -79,6 +80,7 @@ class Attempt(ABC):
     room: Room
     attempt: int
     prompt_tokens: int
+    held_pages: int = 0  # on decode, likewise
     pages_total: int  # of this end
     status: KVPoll
     flows: dict[Incarnation, Flow] = field(default_factory=dict)
@@ -90,7 +92,7 @@ class Attempt(ABC):
 
     def add_flow(self, peer: Incarnation, plan: Plan, *, carries_row: bool, must_verify: bool = False) -> None:
         """One more rank that writes or reads here."""
-        owed_bytes = plan.owed_bytes(self.prompt_tokens)
+        owed_bytes = plan.owed_bytes(self.prompt_tokens, self.held_pages)
         self.flows[peer] = Flow(
             one=self, peer=peer, plan=plan, owed_bytes=owed_bytes, carries_row=carries_row, must_verify=must_verify
         )
@@ -126,6 +128,11 @@ class Incoming(Attempt):
     def __post_init__(self) -> None:
         self.pages_total = len(self.pages)
 
+    @property
+    def wanted(self) -> range:
+        """The pages to be written, by ordinal in the prompt."""
+        return range(self.held_pages, self.pages_total)
+
     def pages_moved(self) -> int:
         """The share of all bytes owed that is here, in pages."""
         flows = self.flows.values()
@@ -153,7 +160,7 @@ class Outgoing(Attempt):
     def _leading_pages(self, flow: Flow) -> int:
         if flow.moved_bytes >= flow.owed_bytes:
             return self.pages_total
-        return flow.plan.leading_pages(flow.moved_bytes)
+        return flow.plan.leading_pages(flow.moved_bytes, flow.held_pages)
 
 
 class AttemptTable:
@@ -190,6 +197,13 @@ class AttemptTable:
                 text=one.text,
                 progress=one.progress,
             )
+
+    def ordered(self, flow: Flow, held_pages: int) -> None:
+        """On prefill: what one reader holds of the prompt already is neither owed to it nor outstanding."""
+        with self._lock:
+            flow.held_pages = held_pages
+            flow.owed_bytes = flow.plan.owed_bytes(flow.one.prompt_tokens, held_pages)
+            flow.one.progress = max(flow.one.progress, flow.one.pages_moved())
 
     def advance(self, one: Attempt, status: KVPoll) -> None:
         """News of an attempt. Failed is sticky; what is complete has succeeded."""

@@ -27,8 +27,10 @@ class Checksums:
     def take_in(self, job: Job) -> int | None:
         """Count a push in before it is sent; with the last bytes that the flow owes, its checksum."""
         flow, push = job.flow, job.push
+        if not flow.owed_bytes:
+            return None
         digest = flow.digest = flow.digest or blake2b(digest_size=_DIGEST_BYTES)
-        for ordinal, _, run in flow.plan.pieces(job.ordinals, len(job.target.pages)):
+        for ordinal, _, run in flow.plan.pieces(job.ordinals, job.target.wanted):
             digest.update(self._memory.source(push.pages[ordinal - push.first], run.source_offset, run.nbytes))
             flow.digested_bytes += run.nbytes
         if flow.checksum is not None or flow.digested_bytes < flow.owed_bytes:
@@ -60,6 +62,6 @@ def _found(memory: PageMemory, flow: Flow) -> int:
     one = flow.one
     assert isinstance(one, Incoming)
     digest = blake2b(digest_size=_DIGEST_BYTES)
-    for _, ordinal, run in flow.plan.pieces(range(flow.plan.source_pages(one.prompt_tokens)), len(one.pages)):
+    for _, ordinal, run in flow.plan.pieces(range(flow.plan.source_pages(one.prompt_tokens)), one.wanted):
         digest.update(memory.source(one.pages[ordinal], run.target_offset, run.nbytes))
     return int.from_bytes(digest.digest())

@@ -43,6 +43,7 @@ class FakeReceiver(_FakeEnd):
         prompt_tokens: int,
         pages: tuple[PageId, ...],
         row: int,
+        held_pages: int = 0,
     ) -> None:
         """Write the row at once: nobody owes anything."""
         self._rows.clear(row)

@@ -69,10 +69,11 @@ class Receiver(Attempts, Protocol):
         prompt_tokens: int,
         pages: tuple[PageId, ...],
         row: int,
+        held_pages: int = 0,
     ) -> None:
         """From now on the ranks of `peer`'s unit that have a share may write it, and one of them, last, the row.
 
-        The row is cleared first.
+        The first `held_pages` of `pages` nobody may write. The row is cleared first.
         """
         ...
 

@@ -67,11 +67,15 @@ class PageReceiver(TableEnd):
         prompt_tokens: int,
         pages: tuple[PageId, ...],
         row: int,
+        held_pages: int = 0,
     ) -> None:
-        """Let the ranks of `peer`'s unit that have a share fill these pages, and one of them this row."""
+        """Let the ranks of `peer`'s unit that have a share fill these pages but the held ones, and one of them this row."""
         assert len(pages) == self._layout.pages(prompt_tokens), f"{len(pages)} pages for {prompt_tokens} tokens"
+        assert 0 <= held_pages <= len(pages), f"{held_pages} of {len(pages)} pages are held"
         self._rows.clear(row)
-        one = Incoming(room=room, attempt=attempt, prompt_tokens=prompt_tokens, pages=pages, row=row)
+        one = Incoming(
+            room=room, attempt=attempt, prompt_tokens=prompt_tokens, pages=pages, row=row, held_pages=held_pages
+        )
         speaker = row_writer(source, self._layout, self._member)
         for writer in writers(source, self._layout, self._member):
             one.add_flow(

@@ -244,7 +244,13 @@ class PageSender(TableEnd):
         if len(order.pages) != pages:
             raise ValueError(f"{len(order.pages)} pages are ordered; the prompt has {pages}")
         page_bytes = offered.member(member_of(flow.peer)).page_bytes
-        return Target(address=address, pages=order.pages, row=order.row, page_bytes=page_bytes)
+        return Target(
+            address=address,
+            pages=order.pages,
+            row=order.row,
+            page_bytes=page_bytes,
+            held_pages=order.held_pages,
+        )
 
     # -- choosing
 
@@ -267,6 +273,7 @@ class PageSender(TableEnd):
             log.info("transfer.chosen", peer=flow.peer, backend=ordered.way.name, reason=reason)
         self._orders[(one.room, one.attempt)][flow.peer] = ordered
         flow.way = ordered.way.name
+        self._table.ordered(flow, ordered.target.held_pages)
         self._wait_for_input(one)
         ordered.way.prepare(flow, ordered.target)
 

@@ -202,7 +202,7 @@ class Copier:
                 serial=writing.serial,
                 room=job.flow.one.room,
                 attempt=job.flow.one.attempt,
-                count=order_digest(job.target.pages, job.target.row),
+                count=order_digest(job.target.pages, job.target.row, job.target.held_pages),
             )
         )
         return writing
@@ -297,7 +297,7 @@ def _spans(job: Job, source_page_bytes: int, span_bytes_max: int) -> list[Span]:
     push_first, pages, ordered, page_bytes = job.push.first, job.push.pages, job.target.pages, job.target.page_bytes
     spans: list[Span] = []
     source_end = target_end = joined = -1
-    for ordinal, first, stripes in job.flow.plan.stripes(job.ordinals, len(ordered)):
+    for ordinal, first, stripes in job.flow.plan.stripes(job.ordinals, job.target.wanted):
         source_page = pages[ordinal - push_first] * source_page_bytes
         for stripe in stripes:
             source_offset = source_page + stripe.source_offset

@@ -252,7 +252,7 @@ def _may_write(flow: Flow, writer: _Writer, frame: Frame) -> bool:
         and flow.moved_bytes == 0
         and not flow.complete
         and frame.serial not in writer.grants
-        and frame.count == order_digest(one.pages, one.row)
+        and frame.count == order_digest(one.pages, one.row, one.held_pages)
     )
 
 

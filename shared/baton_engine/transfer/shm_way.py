@@ -72,7 +72,7 @@ class ShmWay:
 
     def prepare(self, flow: Flow, target: Target) -> None:
         """Map the pages before they are written; the attempt fails if decode cannot be reached."""
-        self.probe(flow.peer, target.address).adopt(flow, target.pages)
+        self.probe(flow.peer, target.address).adopt(flow, target.pages[target.held_pages :])
 
     def put(self, job: Job) -> None:
         """Queue finished pages."""

@@ -156,9 +156,9 @@ def _parse_welcome(raw: bytes, descriptors: int) -> Welcome:
     return Welcome(page_bytes=page_bytes, pages=pages, rows=rows)
 
 
-def order_digest(pages: tuple[PageId, ...], row: int) -> int:
+def order_digest(pages: tuple[PageId, ...], row: int, held_pages: int) -> int:
     """32 bits that tie a BEGIN to the very order it answers: an order of the room's earlier life names other pages."""
-    return zlib.crc32(struct.pack(f"<{len(pages) + 1}q", row, *pages))
+    return zlib.crc32(struct.pack(f"<{len(pages) + 2}q", row, held_pages, *pages))
 
 
 def own_boot_id() -> str:

@@ -28,7 +28,7 @@ def gather(source: PoolSource, job: Job, ordinals: range, buffer: Bytes) -> int:
     """Copy what the job's reader gets of these source pages to the front of `buffer`; returns how many bytes it is."""
     filled = 0
     first = job.push.first
-    for ordinal, _, stripes in job.flow.plan.stripes(ordinals, len(job.target.pages)):
+    for ordinal, _, stripes in job.flow.plan.stripes(ordinals, job.target.wanted):
         start = job.push.pages[ordinal - first] * source.page_bytes
         for one in stripes:
             nbytes = one.nbytes * one.count
@@ -42,7 +42,7 @@ def scatter(target: PoolTarget, flow: Flow, ordinals: range, payload: Bytes) -> 
     """Write what `gather` put together into the pages that the attempt expects."""
     assert isinstance(flow.one, Incoming)
     pages, read = flow.one.pages, 0
-    for _, first, stripes in flow.plan.stripes(ordinals, len(pages)):
+    for _, first, stripes in flow.plan.stripes(ordinals, flow.one.wanted):
         touched = set()
         for one in stripes:
             page, nbytes = pages[first + one.target_ordinal], one.nbytes * one.count
@@ -53,9 +53,9 @@ def scatter(target: PoolTarget, flow: Flow, ordinals: range, payload: Bytes) -> 
             target.landed(page)
 
 
-def staged_bytes(flow: Flow, ordinals: range, target_pages: int) -> int:
+def staged_bytes(flow: Flow, ordinals: range, wanted: range) -> int:
     """How many bytes a frame of these source pages has."""
-    pages = flow.plan.stripes(ordinals, target_pages)
+    pages = flow.plan.stripes(ordinals, wanted)
     return sum(one.nbytes * one.count for _, _, stripes in pages for one in stripes)
 
 

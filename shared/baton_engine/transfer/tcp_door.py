@@ -188,7 +188,7 @@ class TcpDoor:
         ordinals = range(pieces[0].ordinal, pieces[0].ordinal + pieces[0].offset) if pieces else range(0)
         if ordinals.stop > flow.plan.source_pages(one.prompt_tokens):
             raise WireError(f"room {one.room}: source pages {ordinals} do not exist")
-        if not nbytes or nbytes != staged_bytes(flow, ordinals, len(one.pages)):
+        if not nbytes or nbytes != staged_bytes(flow, ordinals, one.wanted):
             raise WireError(f"room {one.room}: source pages {ordinals} and {nbytes} bytes do not fit")
         self._require_owed(flow, nbytes)
         flow.carrier, flow.way = stream, self.name
@@ -226,6 +226,9 @@ class TcpDoor:
         for piece in pieces:
             if piece.ordinal >= len(one.pages) or piece.nbytes == 0:
                 raise WireError(f"room {one.room}: page {piece.ordinal} of {len(one.pages)} does not exist")
+            if piece.ordinal not in one.wanted:
+                text = f"page {piece.ordinal} is held, as are the first {one.held_pages}, and others read it"
+                raise WireError(f"room {one.room}: {text}")
             if piece.offset + piece.nbytes > self._page_bytes:
                 raise WireError(f"room {one.room}: piece ends beyond the page ({self._page_bytes} bytes)")
         self._require_owed(flow, nbytes)

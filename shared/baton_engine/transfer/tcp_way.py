@@ -297,7 +297,7 @@ def _page_frames(job: Job) -> Iterator[_OutFrame]:
     sources: list[tuple[PageId, Run]] = []
     nbytes = 0
     first, pages = job.push.first, job.push.pages
-    for ordinal, target_ordinal, run in job.flow.plan.pieces(job.ordinals, len(job.target.pages)):
+    for ordinal, target_ordinal, run in job.flow.plan.pieces(job.ordinals, job.target.wanted):
         if pieces and (len(pieces) == PIECES_MAX or nbytes + run.nbytes > FRAME_BYTES_MAX):
             yield _OutFrame(FrameKind.PAGES, nbytes, tuple(pieces), tuple(sources))
             pieces, sources, nbytes = [], [], 0

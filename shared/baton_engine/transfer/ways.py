@@ -18,6 +18,12 @@ class Target:
     pages: tuple[PageId, ...]
     row: int
     page_bytes: int
+    held_pages: int = 0  # the first of `pages`, which nobody may write
+
+    @property
+    def wanted(self) -> range:
+        """The pages to write, by ordinal in the prompt."""
+        return range(self.held_pages, len(self.pages))
 
 
 @dataclass(frozen=True, slots=True)
