@@ -17,6 +17,7 @@ from simulation.clients import Clients, Leg, Pair
 from simulation.front import Generation
 from simulation.invariants import require
 from simulation.oracle import VOCABULARY, Oracle
+from simulation.prompts import Prompts
 
 if TYPE_CHECKING:
     from simulation.fleet import Fleet, Router
@@ -38,7 +39,7 @@ class Customer:
         shape = world.shape
         self.customers, self.world, self.rid, self.must = customers, world, f"r{number}", must
         length = 3 if must else random.randint(1, shape.prompt_most)
-        self.prompt = customers._prompt(min(length, shape.prompt_most))
+        self.prompt = customers._prompts.draw(min(length, shape.prompt_most), customers.legs.values())
         self.is_wrong = not must and random.random() < 0.06
         if self.is_wrong:
             self.prompt = (-1, *self.prompt[1:])
@@ -175,7 +176,7 @@ class Customers(Clients):
 
     def __init__(self, world: "World", fleet: "Fleet", recovered_ms: int) -> None:
         self.world, self.fleet = world, fleet
-        self._prompts, self.pairs, self.legs = [], [], {}
+        self._prompts, self.pairs, self.legs = Prompts(world), [], {}
         self._rooms: dict[int, Pair] = {}
         self._generations: dict[int, Generation] = {}  # by identity of the leg
         shape, random = world.shape, fleet.random

@@ -114,6 +114,7 @@ class Router(Process):
             metrics=metrics,
             recent=Recent(),
             limits=config.limits,
+            silence_ms=config.client_silence_ms,
             needs=needs_of(PolicyName(config.prefill_policy), PolicyName(config.decode_policy), tokens=True),
         )
         self.spawn(self.directory.watch())

@@ -166,7 +166,7 @@ def check_touch(rank: "Rank", rid: RequestId, room: Room, attempt: int, page: in
 def check_write(rank: "Rank", rid: RequestId, room: Room, attempt: int, page: int) -> None:
     """Likewise a write, which moreover hits only what nobody else reads."""
     check_touch(rank, rid, room, attempt, page, "writes")
-    shared = [node.page for node in rank.ledger.live[rid].shared]
+    shared = [node.page for node in holder(rank, rid, room, attempt, "writes").shared]
     require(page not in shared, "law of pages", f"{rank} writes page {page} for {rid}, which the cache shares")
 
 

@@ -228,7 +228,7 @@ def test_what_was_computed_before_a_flush_never_enters_the_cache(event: Any) -> 
 
 @pytest.mark.parametrize("early", [True, False], ids=["while paused", "afterwards"])
 def test_a_transfer_that_held_pages_of_old_weights_is_computed_anew_whenever_it_arrives(early: bool) -> None:
-    bench = cached()
+    bench = cached(limits={"rebootstraps_max": 0})
     told = answered(bench, 1, PROMPT)
     expect = ordered(bench, 2, (*told, 1), most=9)
     assert expect.held_pages == 3
