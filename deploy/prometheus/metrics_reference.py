@@ -185,12 +185,12 @@ ENTRIES: tuple[Entry, ...] = (
         "sent again.", "frames"),
     # -- workers: vLLM's names
     _of(VLLM, "num_requests_running", "gauge", "model_name", "Requests in forwards.", "requests"),
-    _of(VLLM, "num_requests_waiting", "gauge", "model_name", "Requests that are here and not in forwards yet: in a handshake, "
-        "queued, or waiting for pages.", "requests"),
-    _of(VLLM, "kv_cache_usage_perc", "gauge", "model_name", "Share of KV pages that requests hold. What only the prefix cache "
-        "holds can be freed at once and does not count.", "0 to 1"),
-    _of(VLLM, "cache_config_info", "gauge", "model_name block_size num_gpu_blocks", "Always 1; the labels say how many tokens "
-        "a page has, and how many pages there are.", "1"),
+    _of(VLLM, "num_requests_waiting", "gauge", "model_name", "Requests that are here and in no forward yet: in a "
+        "handshake, queued, or waiting for pages.", "requests"),
+    _of(VLLM, "kv_cache_usage_perc", "gauge", "model_name", "Share of KV pages that requests hold. What only the prefix "
+        "cache holds can be freed at once and does not count.", "0 to 1"),
+    _of(VLLM, "cache_config_info", "gauge", "model_name block_size num_gpu_blocks", "Always 1; the labels say how many "
+        "tokens a page has, and how many pages there are.", "1"),
 )  # fmt: skip
 
 SECTIONS = (
