@@ -131,9 +131,10 @@ class Stack:
 
 @contextmanager
 def running(stack: Stack) -> Iterator[Stack]:
-    """Up until healthy; taken down afterwards, volumes included."""
+    """Up until healthy; taken down afterwards, volumes included, unless BATON_TEST_KEEP=1 leaves it to the next run."""
     try:
         stack.compose("up", "--detach", "--wait", "--no-build", "--wait-timeout", str(HEALTHY_S))
         yield stack
     finally:
-        stack.compose("down", "--volumes", "--timeout", "20")
+        if os.environ.get("BATON_TEST_KEEP") != "1":
+            stack.compose("down", "--volumes", "--timeout", "20")
