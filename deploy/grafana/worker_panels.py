@@ -24,7 +24,13 @@ def _standing(own: str) -> tuple[Panel, ...]:
         Panel(
             "Frames not understood",
             "short",
-            ((f"{own}_bad_frames_total{{W}} + {own}_link_bad_frames_total{{W}}", "bad frames {{instance}}"),),
+            # The app counts without a DP rank, each unit with its own: only their sums can be added.
+            (
+                (
+                    f"{gauge(f'{own}_bad_frames_total', 'instance')} + {gauge(f'{own}_link_bad_frames_total', 'instance')}",
+                    "bad frames {{instance}}",
+                ),
+            ),
             kind="stat",
             width=QUARTER,
         ),

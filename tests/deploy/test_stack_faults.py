@@ -42,7 +42,7 @@ FAULTS = (
         lambda name: docker("network", "connect", "--alias", VICTIM, "--alias", "decode-workers", NETWORK, name),
         is_new_life=False,
     ),
-    Fault("restarted", lambda name: docker("restart", "--time", "135", name), lambda _name: None, is_new_life=True),
+    Fault("restarted", lambda name: docker("restart", "-t", "135", name), lambda _name: None, is_new_life=True),
 )
 
 

@@ -26,7 +26,7 @@ RULES_S = 120
 
 def scrape(stack: Stack, service: str) -> str:
     """What `/metrics` of a service says."""
-    return stack.inside(service, "/metrics")
+    return stack.inside(service, "/metrics") + "\n"
 
 
 def series(text: str) -> set[str]:
@@ -75,7 +75,7 @@ def test_promtool_has_nothing_to_say_about_what_the_stack_exports(stack: Stack) 
         assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), f"{service}: {done.stdout}{done.stderr}"
 
 
-def test_a_failed_request_is_in_the_logs_of_all_that_had_a_part_under_one_id(stack: Stack) -> None:
+def test_a_request_is_in_the_logs_of_all_that_had_a_part_under_one_id(stack: Stack) -> None:
     rid = "find-me-in-the-logs"
     body = {"text": "x", "rid": rid, "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
     answer = httpx.post(f"{stack.url}/generate", json=body, headers={"x-request-id": rid}, timeout=120)
