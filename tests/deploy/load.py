@@ -1,52 +1,12 @@
-"""Load for a stack of containers: streams that are to end well whatever happens, and a mix of all that clients do."""
+"""Load for a stack of containers: a mix of all that clients do, and names that nobody has heard before."""
 
 import asyncio
-import json
-from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
-TOKENS = 48
 ANSWER_S = 120.0
 HOSTILE = ("a" * 300, 'x"}\n# TYPE evil counter\nevil 1', "../../etc/passwd", "{{.Values}}", "ünïcode ☃", "%00%0a")
-
-
-@dataclass(slots=True)
-class Streams:
-    """Keeps some streams open; each is to have `TOKENS` tokens."""
-
-    url: str
-    ended: int = 0
-    failures: list[str] = field(default_factory=list)
-
-    async def keep(self, number: int, stop: asyncio.Event) -> None:
-        """One stream after the other until told to stop; what has begun is read to its end."""
-        async with httpx.AsyncClient(timeout=ANSWER_S) as client:
-            turn = 0
-            while not stop.is_set():
-                turn += 1
-                failure = await self._one(client, f"Stream {number}, turn {turn}. Count from one upwards: 1, 2, 3,")
-                if failure:
-                    self.failures.append(failure)
-                self.ended += 1
-
-    async def _one(self, client: httpx.AsyncClient, text: str) -> str:
-        """Why it did not end well; empty if it did."""
-        sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
-        body = {"text": text, "stream": True, "sampling_params": sampling}
-        events: list[str] = []
-        try:
-            async with client.stream("POST", f"{self.url}/generate", json=body) as answer:
-                async for line in answer.aiter_lines():
-                    events += [line.removeprefix("data: ")] if line else []
-        except httpx.HTTPError as error:
-            return f"{type(error).__name__}: {error}, after {events[-1:]}"
-        if answer.status_code != 200 or len(events) < 2 or events[-1] != "[DONE]":
-            return f"{answer.status_code}: {events[-2:]}"
-        meta = json.loads(events[-2]).get("meta_info", {})
-        well = meta.get("completion_tokens") == TOKENS and meta["finish_reason"]["type"] == "length"
-        return "" if well else f"ended early: {events[-2]}"
 
 
 async def mixed(url: str, rounds: int) -> list[int]:
