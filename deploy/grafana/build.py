@@ -1,6 +1,6 @@
 """Writes the dashboards: `python deploy/grafana/build.py [FOLDER]`, by default deploy/grafana/dashboards.
 
-What they show is in `panels.py`. The data source is a variable, so that the files work in any Grafana.
+What they show is in `panels.py` and `worker_panels.py`. The data source is a variable: the files work in any Grafana.
 """
 
 import json
@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from panels import DASHBOARDS, FULL, Panel
+from panel import FULL, Panel
+from panels import DASHBOARDS
 
 SELECTOR = 'namespace=~"$namespace", instance=~"$instance"'
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}

@@ -34,7 +34,7 @@ UNITS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One metric. `roles`: of the processes that export it; `name` is what follows `baton_<role>_`."""
+    """One metric. `roles`: of the processes that export it; `name` is what follows `baton_<role>_`, or `vllm:`."""
 
     roles: tuple[str, ...]
     name: str
@@ -52,11 +52,12 @@ class Entry:
 
 
 def _of(role: str, name: str, kind: str, labels: str, text: str, unit: str = "") -> Entry:
-    """`role` may be `workers`, both roles; `labels` are words."""
+    """`role` may be `workers`, both roles, or `vllm`: both too, under vLLM's names; `labels` are words."""
     roles = WORKERS if role == "workers" else (role,)
     return Entry(roles=roles, name=name, kind=kind, labels=tuple(labels.split()), text=text, unit=unit)
 
 
+VLLM = "vllm"
 TARGET = "role worker dp_rank"
 
 ENTRIES: tuple[Entry, ...] = (
@@ -192,6 +193,14 @@ ENTRIES: tuple[Entry, ...] = (
     _of("workers", "link_bad_frames_total", "counter", "dp_rank", "Frames from peers that made no sense.", "frames"),
     _of("workers", "link_dropped_frames_total", "counter", "dp_rank", "Frames that a full link could not take; they are "
         "sent again.", "frames"),
+    # -- workers: vLLM's names
+    _of(VLLM, "num_requests_running", "gauge", "model_name", "Requests in forwards.", "requests"),
+    _of(VLLM, "num_requests_waiting", "gauge", "model_name", "Requests that are here and in no forward yet: in a "
+        "handshake, queued, or waiting for pages.", "requests"),
+    _of(VLLM, "kv_cache_usage_perc", "gauge", "model_name", "Share of KV pages that requests hold. What only the prefix "
+        "cache holds can be freed at once and does not count.", "0 to 1"),
+    _of(VLLM, "cache_config_info", "gauge", "model_name block_size num_gpu_blocks", "Always 1; the labels say how many "
+        "tokens a page has, and how many pages there are.", "1"),
 )  # fmt: skip
 
 SECTIONS = (
@@ -203,12 +212,20 @@ SECTIONS = (
         "`GET /metrics` on a worker's port: the app's own figures, and the last snapshot (one a second) of the scheduler of "
         "each DP rank, which has the label `dp_rank`. `*` stands for `prefill` or `decode`.",
     ),
+    (
+        VLLM,
+        "Workers, for a Kubernetes gateway",
+        "At the same address, under vLLM's names, which the endpoint picker of the Gateway API Inference Extension asks for "
+        "(pod label `llm-d.ai/engine-type: vllm`). One series a worker, all its DP ranks together; `model_name` is the "
+        "served name. The colon is vLLM's: `promtool check metrics` advises against it, and against nothing else here.",
+    ),
 )
 
 
 def known(role: str) -> dict[str, Entry]:
     """The metrics of one kind of process by their full names, as a `# TYPE` line has them."""
-    return {f"baton_{role}_{entry.name}": entry for entry in ENTRIES if role in entry.roles}
+    named = {f"baton_{role}_{entry.name}": entry for entry in ENTRIES if role in entry.roles}
+    return named | {f"vllm:{entry.name}": entry for entry in ENTRIES if entry.roles == (VLLM,) and role in WORKERS}
 
 
 def page() -> str:
@@ -237,7 +254,8 @@ def _section_of(entry: Entry) -> str:
 def _row(entry: Entry) -> str:
     role = "*" if entry.roles == WORKERS else entry.roles[0]
     labels = ", ".join(f"`{label}`" for label in entry.labels) or "–"
-    return f"| `baton_{role}_{entry.name}` | {entry.kind} | {labels} | {entry.shown_unit} | {entry.text} |"
+    prefix = "vllm:" if role == VLLM else f"baton_{role}_"
+    return f"| `{prefix}{entry.name}` | {entry.kind} | {labels} | {entry.shown_unit} | {entry.text} |"
 
 
 @dataclass(slots=True)

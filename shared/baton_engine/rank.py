@@ -290,6 +290,7 @@ def _ready(materials: Materials, parts: Parts, load_seconds: float) -> RankReady
         rank_host=settings.advertise_host,
         rank_port=parts.control_port,
         fingerprint=materials.fingerprint,
+        layout=materials.layout.to_text(),
         kv_pages=materials.pages,
         page_tokens=engine.pool.shape.page_tokens,
         kv_bytes=engine.pool.pages * engine.pool.page_bytes,

@@ -25,13 +25,16 @@ class Stop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReady:
-    """Rank to app, once: the model is loaded. `fingerprint` is the canonical text compared in the handshake."""
+    """Rank to app, once: the model is loaded. `fingerprint` is the canonical text compared in the handshake, and
+    `layout` that of how the whole unit shares its KV.
+    """
 
     rank: int
     pid: int
     rank_host: str
     rank_port: int  # where the rank's control socket listens (prefill), else 0
     fingerprint: str
+    layout: str
     kv_pages: int
     page_tokens: int
     kv_bytes: int

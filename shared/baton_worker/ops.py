@@ -22,6 +22,7 @@ from baton_worker.config import Role, follows
 from baton_worker.generate import WEIGHT_VERSION
 from baton_worker.http import failure, json_response, read_body
 from baton_worker.intake import Prepared
+from baton_worker.loads import GatewayGauges, load_of
 from baton_worker.rank_process import Rank
 from baton_worker.streams import RequestStream
 from baton_worker.worker import Worker
@@ -40,20 +41,6 @@ BUSY_QUEUES = ("running", "arrived", "computing", "backing_up", "restoring")
 CONTROL_BYTES_MAX = 64 * 1024
 
 Body = TypeVar("Body")
-
-QUEUES_OF_LOAD = {
-    "num_running_reqs": ("running", "computing", "forwarding"),
-    "num_waiting_reqs": (
-        *("bootstrapping", "accepted", "queued"),
-        *("resolving", "greeting", "prealloc", "transferring", "arrived", "local"),
-    ),
-    "prefill_bootstrap_queue_reqs": ("bootstrapping", "accepted"),
-    "prefill_inflight_queue_reqs": ("inflight",),
-    "decode_prealloc_queue_reqs": ("resolving", "greeting", "prealloc"),
-    "decode_transfer_queue_reqs": ("transferring",),
-    "decode_retracted_queue_reqs": ("backing_up", "retracted", "restoring"),
-}
-"""SGLang's names in `/v1/loads`, and the scheduler's phases that they count."""
 
 
 class AbortBody(msgspec.Struct, kw_only=True):
@@ -76,6 +63,7 @@ class Ops:
         self._worker = worker
         self._started_at = time.time()
         self._dp_size = worker.parallel.dp
+        self._gateway_gauges = GatewayGauges(worker)
 
     def routes(self) -> list[Route]:
         """Every route of this file."""
@@ -189,6 +177,7 @@ class Ops:
         if ready is not None:
             info |= {
                 "fingerprint": ready.fingerprint,
+                "layout": ready.layout,
                 "kv_pages": ready.kv_pages,
                 "kv_bytes": ready.kv_bytes,
                 "kv_dtype": ready.kv_dtype,
@@ -217,34 +206,8 @@ class Ops:
     async def loads(self, _request: HttpRequest) -> Response:
         """SGLang's load report, one entry a unit, as of their last snapshots."""
         now = time.time()
-        loads = [self._load(dp_rank, now) for dp_rank in range(self._dp_size)]
+        loads = [load_of(self._worker, dp_rank, now) for dp_rank in range(self._dp_size)]
         return json_response({"timestamp": now, "version": version("baton"), "loads": loads})
-
-    def _load(self, dp_rank: int, now: float) -> dict[str, object]:
-        worker = self._worker
-        snapshot = worker.metrics.snapshots.get(dp_rank)
-        gauges = {} if snapshot is None else snapshot.gauges
-        counts = {
-            name: int(sum(gauges.get(f"queue_requests{{queue={queue}}}", 0) for queue in queues))
-            for name, queues in QUEUES_OF_LOAD.items()
-        }
-        ready = worker.units[dp_rank].leader.heard.ready
-        pages = int(gauges.get("pages", 0 if ready is None else ready.kv_pages))  # before its first snapshot, all free
-        # What is cached and nobody reads is as good as free.
-        used = pages - int(gauges.get("pages_spare", gauges.get("pages_free", pages)))
-        page_tokens = worker.config.page_tokens
-        return {
-            "timestamp": now,
-            "dp_rank": dp_rank,
-            "num_running_reqs": counts.pop("num_running_reqs"),
-            "num_waiting_reqs": counts.pop("num_waiting_reqs"),
-            "num_used_tokens": used * page_tokens,
-            "num_total_tokens": used * page_tokens,
-            "max_total_num_tokens": pages * page_tokens,
-            "max_running_requests": worker.limits.running_max,
-            "token_usage": used / pages if pages else 0.0,
-            "disaggregation": {"mode": worker.role.value} | counts,
-        }
 
     async def flush_cache(self, _request: HttpRequest) -> Response:
         """Return every cached page to the pool; 400 while requests are live, whose pages would stay."""
@@ -319,13 +282,14 @@ class Ops:
         return json_response({"draining": True, "live_requests": len(self._worker.streams)})
 
     async def metrics(self, _request: HttpRequest) -> Response:
-        """Prometheus' text format."""
+        """Prometheus' text format: our own names, then those that a Kubernetes gateway asks for."""
         worker = self._worker
         worker.metrics.gauge("app_live_requests", len(worker.streams))
         worker.metrics.gauge("rank_progress_age_seconds", worker.units.progress_age_ms / 1000)
         worker.metrics.gauge("ready", 0 if worker.unready() else 1)
         worker.metrics.set_count("bad_frames_total", worker.units.bad_frames)
-        return Response(worker.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        text = worker.metrics.render() + self._gateway_gauges.render()
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     async def debug_snapshot(self, _request: HttpRequest) -> Response:
         """The numbers as of now of all units together, of each unit, and of every rank; and the app's live requests.

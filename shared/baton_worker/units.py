@@ -128,7 +128,7 @@ def merged_ready(readies: Sequence[RankReady]) -> RankReady:
     """What the whole worker has: the least of what its ranks have; raises EngineError where they are not alike."""
     first = readies[0]
     for other in readies[1:]:
-        for name in ("fingerprint", "page_tokens", "kv_dtype"):
+        for name in ("fingerprint", "layout", "page_tokens", "kv_dtype"):
             ours, theirs = getattr(first, name), getattr(other, name)
             if ours != theirs:
                 text = f"the ranks of this worker are not alike: {name} is {ours!r} on rank {first.rank}, {theirs!r} on"
@@ -139,6 +139,7 @@ def merged_ready(readies: Sequence[RankReady]) -> RankReady:
         rank_host=first.rank_host,
         rank_port=first.rank_port,
         fingerprint=first.fingerprint,
+        layout=first.layout,
         kv_pages=min(one.kv_pages for one in readies),
         page_tokens=first.page_tokens,
         kv_bytes=sum(one.kv_bytes for one in readies),

@@ -29,6 +29,7 @@ import zmq
 from baton_core.effects import Emit, LookUp, RegisterRank
 from baton_core.errors import Reason, Verdict
 from baton_core.events import Abort, AbortAll, Continue, LookupFailed, Pause, Resolved, StopHere, Submit
+from baton_core.kv_layout import UnitLayout
 from baton_core.request import Finish, FinishType, Request, TokenLogprob
 from baton_io.config import from_json
 from baton_io.ipc import (
@@ -47,6 +48,7 @@ from baton_io.ipc import (
 from baton_worker.config import RankConfig, Role
 
 CONTEXT_TOKENS = 512
+LAYOUT = UnitLayout(layers=30, kv_heads=3, head_dim=64, element_bytes=4, page_tokens=16)
 
 
 class ScriptedRank:
@@ -73,6 +75,7 @@ class ScriptedRank:
                 rank_host="127.0.0.1",
                 rank_port=40_000 + rank,
                 fingerprint="scripted",
+                layout=LAYOUT.to_text(),
                 kv_pages=64 - rank,
                 page_tokens=self._config.page_tokens,
                 kv_bytes=4_096,

@@ -3,15 +3,18 @@
 import asyncio
 import json
 import os
+import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
+from baton_io.ipc import Snapshot
 from baton_worker.config import Role
 from baton_worker.tokenizer import Tokenizer
 from baton_worker.worker import State
+from contract.scripted_rank import LAYOUT
 from contract.worker_apps import LIMITS, ROOM, ScriptedCompanion, Start, events_of, model_tokenizer
 
 
@@ -261,12 +264,33 @@ async def test_operators_see_who_the_worker_is_and_how_it_stands(start: Start) -
     assert (ready.status_code, ready.json()) == (200, {"ready": True, "reasons": [], "progress": None})
     assert (info["role"], info["incarnation"], info["instance"], info["dp_size"]) == ("decode", "life1", "life1", 1)
     assert (info["fingerprint"], info["kv_pages"], info["context_tokens"]) == ("scripted", 64, 512)
+    assert info["layout"] == LAYOUT.to_text()
     place = {"dp_rank": 0, "pp_rank": 0, "cp_rank": 0, "tp_rank": 0}
     assert info["ranks"] == [{"rank": 0, "pid": running.worker.units.ranks[0].pid} | place]
     assert model["disaggregation_mode"] == "decode"
     assert loads["loads"][0]["disaggregation"]["mode"] == "decode"
     assert (at_rest["live_requests"], at_rest["snapshot"]["gauges"]["live"]) == (0, 0)
     assert (probe.status_code, flushed.status_code) == (200, 200)
+
+
+async def test_a_kubernetes_gateway_finds_vllms_gauges_of_the_whole_worker(start: Start) -> None:
+    async with start(dp=2) as running:
+        for rank, (running_requests, queued, free, cached) in enumerate(((3, 1, 16, 8), (1, 4, 30, 0))):
+            gauges = {
+                "queue_requests{queue=running}": running_requests,
+                "queue_requests{queue=prealloc}": queued,
+                "pages": 64,
+                "pages_free": free,
+                "pages_cached": cached,
+            }
+            running.worker.metrics.apply(rank, Snapshot(rank=rank, progress=1, gauges=gauges))
+        text = (await running.http.get("/metrics")).text
+    model = 'model_name="smollm2-135m-instruct"'
+    assert f"vllm:num_requests_running{{{model}}} 4.0" in text
+    assert f"vllm:num_requests_waiting{{{model}}} 5.0" in text
+    used = (128 - 16 - 8 - 30) / 128
+    assert f"vllm:kv_cache_usage_perc{{{model}}} {used}" in text, "a page of the prefix cache alone counts as free"
+    assert re.search(r'vllm:cache_config_info\{block_size="16",.*num_gpu_blocks="128"\} 1.0', text)
 
 
 async def test_a_drain_lets_running_requests_finish_and_takes_no_new_ones(start: Start) -> None:

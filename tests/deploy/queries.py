@@ -5,6 +5,7 @@ and fails where one returns nothing.
 """
 
 import json
+import math
 import re
 import sys
 import urllib.parse
@@ -52,18 +53,25 @@ def scraped() -> set[str]:
 
 
 def ask(prometheus: str, query: str) -> int:
-    """How many series Prometheus returns."""
+    """How many series Prometheus returns that have a value; NaN, what comes of nothing by nothing, is none."""
     url = f"{prometheus}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
-    return len(json.load(urllib.request.urlopen(url, timeout=10))["data"]["result"])
+    found = json.load(urllib.request.urlopen(url, timeout=10))["data"]["result"]
+    return sum(not math.isnan(float(series["value"][1])) for series in found)
+
+
+def without_data(prometheus: str) -> list[tuple[str, str]]:
+    """(where, PromQL) of each panel's query, recording rule and recorded series that has no value now."""
+    recorded = [(f"recorded: {name}", name) for name, _ in rules("record")]
+    asked = [*panels(), *rules("record"), *recorded]
+    return [(where, query) for where, query in asked if not ask(prometheus, query)]
 
 
 def main(prometheus: str) -> int:
     """Ask everything; the number of queries without data."""
-    asked = [*panels(), *rules("record")]
-    empty = [(where, query) for where, query in asked if not ask(prometheus, query)]
+    empty = without_data(prometheus)
     for where, query in empty:
         print(f"no data: {where}\n    {query}")
-    print(f"{len(asked)} queries, {len(empty)} without data")
+    print(f"{len(empty)} queries without data")
     return len(empty)
 
 

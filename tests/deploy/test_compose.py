@@ -17,6 +17,7 @@ from deploy.tools import compose, run
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE, CPU, KEYS = "docker-compose.yml", "deploy/compose/cpu.yaml", "deploy/compose/keys.yaml"
+REDIS = "deploy/compose/redis.yaml"
 OURS = ("router", "bootstrap", "prefill", "decode", "decode-2")
 WORKERS = ("prefill", "decode", "decode-2")
 PORTS = {"router": 8000, "bootstrap": 8990, "prefill": 8100, "decode": 8200, "decode-2": 8200}
@@ -150,9 +151,25 @@ def test_keys_reach_the_router_as_a_file_and_nobody_else() -> None:
     assert not [name for name in OURS[1:] if "secrets" in services[name]]
 
 
+def test_registry_replicas_share_a_redis_and_only_writers_hold_the_token() -> None:
+    config = stack(REDIS)
+    services = config["services"]
+    environ = {key: str(value) for key, value in services["bootstrap"]["environment"].items()}
+    registry = resolve(BootstrapConfig, "bootstrap", [], environ)
+    assert (registry.redis, registry.token_file) == ("redis://redis:6379/0", "/run/secrets/registry_token")
+    environ = {key: str(value) for key, value in services["prefill"]["environment"].items()}
+    assert resolve(PrefillConfig, "prefill", [], environ).registry_token_file == registry.token_file
+    assert {name for name, one in services.items() if "secrets" in one} == {"bootstrap", "prefill", "grafana"}
+    redis = services["redis"]
+    assert set(redis["networks"]) == {"kv"} and not redis.get("ports"), "it has no password: nobody else may reach it"
+    assert "noeviction" in redis["command"] and redis["volumes"][0]["source"] == "redis-data"
+    assert services["bootstrap"]["depends_on"]["redis"]["condition"] == "service_healthy"
+    assert "container_name" not in services["bootstrap"] and not services["bootstrap"].get("ports"), "it can be scaled"
+
+
 def test_the_example_names_every_variable_and_no_other() -> None:
     used: dict[str, str] = {}
-    for name in (CPU, KEYS, BASE):  # the base last: its defaults are the ones shown
+    for name in (CPU, KEYS, REDIS, BASE):  # the base last: its defaults are the ones shown
         used |= dict(re.findall(r"\$\{([A-Z0-9_]+):-([^}]*)\}", (ROOT / name).read_text()))
     shown = dict(re.findall(r"^#?([A-Z0-9_]+)=(.*)$", (ROOT / ".env.example").read_text(), flags=re.M))
     assert shown == used

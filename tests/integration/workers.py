@@ -23,12 +23,13 @@ _ROOMS = itertools.count(1)
 
 
 class Worker:
-    """One prefill or decode worker, started as its command; the log is kept in `directory`."""
+    """One process, of any role, started as its command; the log is kept in `directory`. The flag `host` may be IPv6."""
 
     def __init__(self, role: str, directory: Path, name: str, **flags: object) -> None:
         self.role, self.name = role, name
         self.port, self.bootstrap_port = free_port(), free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        host = str(flags.get("host", "127.0.0.1"))
+        self.url = f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
         self.log = directory / f"{name}.log"
         given: dict[str, object] = {"port": self.port} | flags
         if role == "prefill":

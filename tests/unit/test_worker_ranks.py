@@ -263,6 +263,7 @@ def ready(rank: int, **changes: object) -> RankReady:
         rank_host="h",
         rank_port=5_000 + rank,
         fingerprint="fp",
+        layout="kv",
         kv_pages=64 - rank,
         page_tokens=16,
         kv_bytes=1_000,
@@ -288,6 +289,8 @@ async def test_a_worker_is_ready_when_its_last_rank_is_and_has_what_the_least_of
 def test_ranks_that_are_not_alike_make_no_worker() -> None:
     with pytest.raises(EngineError, match="fingerprint is 'fp' on rank 0, 'other' on rank 1"):
         merged_ready([ready(0), ready(1, fingerprint="other")])
+    with pytest.raises(EngineError, match="layout is 'kv' on rank 0, 'another' on rank 1"):
+        merged_ready([ready(0), ready(1, layout="another")])
 
 
 async def test_loading_is_as_far_as_the_slowest_rank() -> None:

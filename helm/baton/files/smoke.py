@@ -7,6 +7,7 @@ Exit 0: an answer came, through a handoff.
 
 import json
 import os
+import re
 import sys
 import time
 import urllib.error
@@ -28,9 +29,10 @@ def handoffs() -> float:
         except OSError as error:
             sys.stdout.write(f"{url}: {error}\n")  # a worker that autoscaling may start later
             continue
-        for line in text.splitlines():
-            if line.startswith('baton_prefill_handoffs_total{outcome="done"}'):
-                total += float(line.rsplit(" ", 1)[1])
+        # One line a DP rank; labels come in any order.
+        for labels, value in re.findall(r"^baton_prefill_handoffs_total\{(.*)\} (\S+)$", text, re.MULTILINE):
+            if 'outcome="done"' in labels:
+                total += float(value)
     return total
 
 

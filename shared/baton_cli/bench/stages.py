@@ -1,4 +1,8 @@
-"""Where the time of handoffs goes, from the workers' own `handoff_stage_seconds`."""
+"""Where the time to first token goes: each part is measured by the process that owns it.
+
+The router times the whole, decode's app what lies between a leg's arrival there and its first token, and the ranks their
+stages (`handoff_stage_seconds`). What the router's time has beyond the app's is nobody's.
+"""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -11,8 +15,13 @@ from baton_cli.errors import CliError
 
 _LINE = re.compile(r'baton_(prefill|decode)_handoff_stage_seconds_(sum|count)\{.*?stage="(\w+)".*?\} (\S+)')
 
+_WHOLE = re.compile(r"baton_(router|decode)_(ttft|first_token)_seconds_(sum|count)(?:\{\})? (\S+)")
+
 Key = tuple[str, str]
 """Role and stage."""
+
+TTFT: Key = ("router", "ttft")
+FIRST_TOKEN: Key = ("decode", "first_token")
 
 DECODE_PATH = ("intake", "resolving", "greeting", "prealloc", "transferring", "local", "computing")
 """Stages of decode between a request's arrival at the rank and its first token; they follow one another, and the token
@@ -35,7 +44,7 @@ async def stage_totals(session: aiohttp.ClientSession, stack: Stack) -> dict[Key
             for key, total in parse_stages(await _metrics(session, url)).items():
                 before = totals.get(key, Total(0.0, 0.0))
                 totals[key] = Total(before.seconds + total.seconds, before.count + total.count)
-    return totals
+    return totals | parse_stages(await _text(session, f"{stack.url}/metrics"))
 
 
 def parse_stages(text: str) -> dict[Key, Total]:
@@ -43,6 +52,7 @@ def parse_stages(text: str) -> dict[Key, Total]:
     found: dict[tuple[str, str, str], float] = {}
     for role, what, stage, value in _LINE.findall(text):
         found[role, stage, what] = found.get((role, stage, what), 0.0) + float(value)  # of all DP ranks
+    found |= {(role, stage, what): float(value) for role, stage, what, value in _WHOLE.findall(text)}
     stages = {(role, stage) for role, stage, _ in found}
     return {
         (role, stage): Total(found.get((role, stage, "sum"), 0.0), found.get((role, stage, "count"), 0.0))
@@ -60,9 +70,14 @@ def mean_ms(before: Mapping[Key, Total], after: Mapping[Key, Total], requests: i
     return means
 
 
-def unattributed_ms(ttft_ms: float, means: Mapping[Key, float]) -> float:
-    """What of a mean TTFT no stage of decode owns: router, both HTTP hops, tokens on their way."""
-    return ttft_ms - path_ms(means, DECODE_PATH)
+def app_ms(means: Mapping[Key, float]) -> float:
+    """What decode's app took beside its rank's stages: to read, check and tokenize, and to turn the token into text."""
+    return means.get(FIRST_TOKEN, 0.0) - path_ms(means, DECODE_PATH)
+
+
+def unattributed_ms(means: Mapping[Key, float]) -> float:
+    """What of the router's TTFT no process owns: its own choosing, the leg's way to decode, the first bytes' way back."""
+    return means.get(TTFT, 0.0) - means.get(FIRST_TOKEN, 0.0)
 
 
 def path_ms(means: Mapping[Key, float], stages: Iterable[str]) -> float:
@@ -71,10 +86,13 @@ def path_ms(means: Mapping[Key, float], stages: Iterable[str]) -> float:
 
 
 async def _metrics(session: aiohttp.ClientSession, url: str) -> str:
+    await _text(session, f"{url}/debug/snapshot")  # makes the scheduler report what it has
+    return await _text(session, f"{url}/metrics")
+
+
+async def _text(session: aiohttp.ClientSession, url: str) -> str:
     try:
-        async with session.get(f"{url}/debug/snapshot") as response:  # makes the scheduler report what it has
-            await response.read()
-        async with session.get(f"{url}/metrics") as response:
+        async with session.get(url) as response:
             return await response.text()
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise CliError(f"{url}/metrics does not answer: {error or type(error).__name__}") from error
+        raise CliError(f"{url} does not answer: {error or type(error).__name__}") from error

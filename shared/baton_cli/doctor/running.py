@@ -127,7 +127,10 @@ def named_workers(router: dict[str, Any], instances: Iterable[dict[str, Any]], m
     named = dict.fromkeys(more, "")
     for one in instances:
         if one.get("http_host") and one.get("http_port"):
-            named[f"http://{one['http_host']}:{one['http_port']}"] = "prefill"
+            host = str(one["http_host"])
+            named[f"http://[{host}]:{one['http_port']}" if ":" in host else f"http://{host}:{one['http_port']}"] = (
+                "prefill"
+            )
     return named | {str(one.get("url")): str(one.get("role", "")) for one in _workers_of(router)}
 
 
