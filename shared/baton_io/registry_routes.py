@@ -51,6 +51,9 @@ TOPOLOGY: RankKey = (-1, -1, -1, -1)
 CACHED_ANSWERS_MAX = 20_000
 """Answers to GET `/route` kept ready to send; when full, all are dropped."""
 
+CACHED_QUERY_BYTES_MAX = 512
+"""A longer query is no decode worker's, and its answer is not kept."""
+
 _RANKS = (b"prefill_dp_rank", b"prefill_cp_rank", b"target_tp_rank", b"target_pp_rank")
 
 Probe = Callable[[NeedsProbe], Awaitable[bool]]
@@ -272,10 +275,10 @@ class _Endpoint:
     async def answer(self, scope: Scope, receive: Receive) -> Answer:
         if self._writes and not self._routes.may_write(scope):
             return Answer(401, b"this registry takes writes only with its token (authorization: Bearer ...)")
-        body = await read_body(scope, receive) if self._reads_body else b""
-        if body is None:
-            return Answer(413, b"the body is longer than %d bytes" % BODY_BYTES_MAX)
         try:
+            body = await read_body(scope, receive) if self._reads_body else b""
+            if body is None:
+                return Answer(413, b"the body is longer than %d bytes" % BODY_BYTES_MAX)
             return await self._handler(Call(query=scope["query_string"], body=body, path=scope.get("path_params", {})))
         except StoreAway as error:
             return Answer(503, error.verdict.text.encode())
@@ -303,7 +306,7 @@ class _LookUps(_Endpoint):
             answer = await self.answer(scope, receive)
             messages = self._routes.messages(answer)
             status = answer.status
-            if status == 200:
+            if status == 200 and len(query) <= CACHED_QUERY_BYTES_MAX:
                 self._ready[query] = messages
         self._routes.count(self._name, status)
         start, body = messages

@@ -75,14 +75,17 @@ class Past:
         told = len(self.tokens)
         if told >= sampling.max_new_tokens:
             raise ClientError(f"baton_continuation: {told} of at most {sampling.max_new_tokens} tokens are given")
-        return replace(
-            sampling,
-            seed=self.start.seed,
-            output_offset=told,
-            max_new_tokens=sampling.max_new_tokens - told,
-            min_new_tokens=max(0, sampling.min_new_tokens - told),
-            prompt_logprobs_from=None,  # they are told, or the router has them
-        )
+        try:
+            return replace(
+                sampling,
+                seed=self.start.seed,
+                output_offset=told,
+                max_new_tokens=sampling.max_new_tokens - told,
+                min_new_tokens=max(0, sampling.min_new_tokens - told),
+                prompt_logprobs_from=None,  # they are told, or the router has them
+            )
+        except ValueError as error:
+            raise ClientError(f"baton_continuation: {error}") from error
 
 
 class Scribe:

@@ -14,16 +14,18 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Literal
 
+import msgspec
 import uvicorn
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
-from pydantic import BaseModel
 
 from baton_core.errors import Reason, Verdict
 from baton_core.routing.workers import Role, Worker, in_flight_of
+from baton_io.http_guard import GuardedHttp
 from baton_router.config import check_url
 from baton_router.directory import Directory
-from baton_router.failures import envelope
+from baton_router.exchange import ClientGone, Refused, read_body
+from baton_router.failures import CLIENT_GONE_STATUS, envelope
 
 SOURCE = "operators"
 PAGE_HEADERS = {
@@ -33,11 +35,18 @@ PAGE_HEADERS = {
 """The page runs and loads nothing, whatever a worker may have put into its words."""
 
 
-class NewWorker(BaseModel):
+BODY_BYTES_MAX = 64 * 1024
+
+
+class NewWorker(msgspec.Struct, kw_only=True):
     """Body of `POST /workers`."""
 
     url: str
     role: Literal["prefill", "decode"]
+
+
+# FastAPI's own reading knows no limit, and puts what is wrong into an answer that cannot always be written.
+_NEW_WORKER = msgspec.json.Decoder(NewWorker)
 
 
 def shown(directory: Directory, worker: Worker) -> dict[str, Any]:
@@ -77,11 +86,17 @@ class Admin:
         directory = self._directory
         return JSONResponse({"workers": [shown(directory, worker) for worker in directory.all()]})
 
-    async def add(self, new: NewWorker) -> Response:
+    async def add(self, request: Request) -> Response:
         """POST /workers."""
         try:
+            body = await read_body(dict(request.scope["headers"]), request.receive, BODY_BYTES_MAX)
+            new = _NEW_WORKER.decode(body)
             check_url("url", new.url)
-        except ValueError as error:
+        except Refused as refused:
+            return _error(refused.failure.status, str(refused))
+        except ClientGone:
+            return Response(status_code=CLIENT_GONE_STATUS)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             return _error(400, str(error))
         self._directory.add(SOURCE, Role(new.role), new.url)
         return JSONResponse({"url": new.url, "role": new.role}, 201)
@@ -131,7 +146,9 @@ async def serving_admin(app: FastAPI, host: str, port: int | None) -> AsyncItera
     if port is None:
         yield
         return
-    config = uvicorn.Config(app, host=host, port=port, access_log=False, log_config=None, timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        app, host=host, port=port, http=GuardedHttp, access_log=False, log_config=None, timeout_graceful_shutdown=1
+    )
     server = _Guest(config)
     task = asyncio.create_task(server.serve())
     try:

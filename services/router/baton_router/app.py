@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -51,6 +52,7 @@ from baton_router.upstream import Upstream, UpstreamError, read_all
 
 FAN_OUT_MS: Millis = 10_000
 FAN_OUT_BODY_BYTES_MAX = 64 * 1024
+QUERY_SAFE = "%!$&'()*+,;=:@/?-._~"
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Watch = Callable[[], Coroutine[Any, Any, None]]
@@ -174,9 +176,11 @@ class Control:
             return _answer(refused.failure)
         except ClientGone:
             return Response(status_code=499)
-        query = f"?{request.url.query}" if request.url.query else ""
+        # Not of `request.url`, which is made of the client's host header, too.
+        path, query = request.scope["path"], request.scope["query_string"].decode("latin-1")
+        target = f"{path}?{quote(query, safe=QUERY_SAFE)}" if query else path
         workers = self._directory.all()
-        told = await asyncio.gather(*(self._tell(worker.url + request.url.path + query, body) for worker in workers))
+        told = await asyncio.gather(*(self._tell(worker.url + target, body) for worker in workers))
         statuses = {worker.url: status for worker, status in zip(workers, told, strict=True)}
         return JSONResponse({"workers": statuses}, max(statuses.values(), default=200))
 
