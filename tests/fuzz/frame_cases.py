@@ -2,7 +2,7 @@
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 
 import msgspec
@@ -93,47 +93,58 @@ def hello_of(peer: Peer, bait: Bait, attempt: int = 1) -> Hello:
     )
 
 
-ODD_LAYOUTS = (
+ODD_TEXTS = (
     '{"\\ud800":1}', "[" * 5_000, "{}", "[1]", "null", '"x"', "1e999", '{"layers":1e999}', "x" * 100_000,
     '{"layers":2147483648,"kv_heads":1,"head_dim":1,"element_bytes":1,"page_tokens":1}', "9" * 6_000, "\ufffe", "",
 )  # fmt: skip
 
 
-def payload(dice: Random, peer: Peer, bait: Bait, own: str) -> object:
+def payload(dice: Random, peer: Peer, bait: Bait, own: str) -> bytes:
     """Something to say, on the face of it right; the texts inside are another language, and may be odd."""
     attempt = dice.choice((1, 1, 1, 2, 2**31, 2**32, 2**63))
-    hello = hello_of(peer, bait, attempt)
+    hello = hello_of(peer, bait)
     kind = dice.random()
     if kind < 0.2:
-        return hello
+        return as_if(PAYLOADS, hello, attempt=attempt)
     if kind < 0.5:
-        odd = dice.choice((*ODD_LAYOUTS, peer.layout.to_text()[: dice.randrange(60)]))
-        field = dice.choice(("layout", "fingerprint"))
-        return replace(hello, **{field: odd})
-    pages = tuple(dice.choice((0, 1, 7, 2**31, 2**40, 2**63)) for _ in range(dice.choice((0, 1, 2, 2, 5_000))))
+        odd = dice.choice((*ODD_TEXTS, peer.layout.to_text()[: dice.randrange(60)]))
+        return as_if(PAYLOADS, hello, attempt=attempt, **{dice.choice(("layout", "fingerprint")): odd})
     if kind < 0.75:
-        return PageOrder(
-            room=bait.room,
-            attempt=attempt,
-            incarnation=own,
-            pages=pages or (0,),
-            row=dice.choice((0, 1, 2**31, 2**63)),
-            backend=dice.choice(("tcp", "tcp", "auto", "shm", "fake", "x")),
-            address=dice.choice(
-                ("127.0.0.1:9", "x", "[::1]:9", "127.0.0.1:99999", "{}", "/tmp/nowhere.kv", "a" * 9_000)
-            ),
-            layout=dice.choice((peer.layout.to_text(), dice.choice(ODD_LAYOUTS))),
-        )
+        return _order(dice, peer, bait, own, attempt)
     room, text = bait.room, dice.choice(("", "gone", "\U0001f600" * 500, "z" * 100_000))
     reason = dice.choice(tuple(Reason))
-    return dice.choice(
+    message = dice.choice(
         (
-            Accepted(room=room, attempt=attempt, dp_rank=0, layout=peer.layout.to_text()),
-            NotYet(room=room, attempt=attempt),
-            Rejected(room=room, attempt=attempt, reason=reason, text=text),
-            RoomFailed(room=room, attempt=attempt, reason=reason, text=text, greeted=dice.random() < 0.5),
+            Accepted(room=room, attempt=1, dp_rank=0, layout=peer.layout.to_text()),
+            NotYet(room=room, attempt=1),
+            Rejected(room=room, attempt=1, reason=reason, text=text),
+            RoomFailed(room=room, attempt=1, reason=reason, text=text, greeted=dice.random() < 0.5),
         )
     )
+    return as_if(PAYLOADS, message, attempt=attempt)
+
+
+def _order(dice: Random, peer: Peer, bait: Bait, own: str, attempt: int) -> bytes:
+    pages = dice.choices((0, 1, 7, 2**31, 2**40, 2**63), k=dice.choice((0, 1, 2, 2, 1_000)))
+    address = dice.choice(("127.0.0.1:9", "x", "[::1]:9", "127.0.0.1:99999", "{}", "/tmp/nowhere.kv", "a" * 9_000))
+    order = PageOrder(
+        room=bait.room, attempt=1, incarnation=own, pages=(0,), row=0, backend="tcp", address=address, layout=""
+    )
+    return as_if(
+        PAYLOADS,
+        order,
+        attempt=attempt,
+        pages=pages,
+        row=dice.choice((0, 1, 2**31, 2**63)),
+        backend=dice.choice(("tcp", "tcp", "auto", "shm", "fake", "x")),
+        layout=dice.choice((peer.layout.to_text(), dice.choice(ODD_TEXTS))),
+    )
+
+
+def as_if(codec: Codec, message: object, **changes: object) -> bytes:
+    """`message` encoded with fields that it could not be made with."""
+    good = codec.encode(message)
+    return good[:1] + msgspec.msgpack.encode(msgspec.msgpack.decode(good[1:]) | changes)
 
 
 def link_case(dice: Random, peer: Peer, bait: Bait, number: int) -> list[Multipart]:
@@ -143,21 +154,22 @@ def link_case(dice: Random, peer: Peer, bait: Bait, number: int) -> list[Multipa
     )
     said = []
     for seq in range(1, dice.choice((2, 3, 4))):
-        raw = PAYLOADS.encode(payload(dice, peer, bait, own))
+        raw = payload(dice, peer, bait, own)
         if dice.random() < 0.4:
-            raw = encoded(dice, PAYLOADS, payload(dice, peer, bait, own))
-        frame = Frame(
+            raw = damaged(dice, raw) if dice.random() < 0.5 else encoded(dice, PAYLOADS, hello_of(peer, bait))
+        frame = Frame(kind=FrameKind.DATA, source="x", target=peer.name, epoch=1, seq=seq, payload=raw)
+        good = as_if(
+            FRAMES,
+            frame,
             kind=dice.choice((FrameKind.DATA, FrameKind.DATA, FrameKind.DATA, *FrameKind)),
             source=own,
             target=dice.choice((peer.name,) * 9 + ("other", "")),
-            epoch=dice.choice((1, 1, 1, 2, 2**63)),
+            epoch=dice.choice((1, 1, 1, 2, 2**63, 0)),
             seq=dice.choice((seq, seq, seq, 0, 2**63)),
             ack=dice.choice((0, 0, seq, 2**63)),
-            payload=raw,
             text=dice.choice(("", "bye", "\0")),
         )
-        good = dice.random() < 0.6
-        said.append(parts(dice, FRAMES.encode(frame) if good else encoded(dice, FRAMES, frame)))
+        said.append(parts(dice, good if dice.random() < 0.6 else encoded(dice, FRAMES, frame)))
     if dice.random() < 0.2:
         said += said[:1]
     if dice.random() < 0.1:
@@ -214,7 +226,7 @@ def row_bytes(dice: Random, room: int, attempt: int) -> bytes:
     """A row in which any number may be anything."""
     token = dice.choice((42, -1, 2**31 - 1, -(2**31)))
     row = MetadataRow(
-        room=room, attempt=attempt, first_token=token, cached_tokens=dice.choice((0, -5)), prompt_tokens=9
+        room=room, attempt=attempt, first_token=token, cached_tokens=dice.choice((0, 2**32 - 1)), prompt_tokens=9
     )
     return row.pack()
 

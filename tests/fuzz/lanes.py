@@ -14,7 +14,7 @@ from fuzz.dice import dice_of
 from fuzz.wire import Wrong
 
 PAGE_BYTES = os.sysconf("SC_PAGESIZE")
-CHECKS = 4
+CHECKS = 2
 """Times that all is looked over in one run, beside the end."""
 
 

@@ -25,9 +25,10 @@ from integration.stack import REQUEST_S, Stack, eventually, free_port
 from tiny_folders import VOCAB, save_folder, sure_prompts
 from tiny_models import TINY, oracle
 
-CONTEXT_TOKENS = 256
+CONTEXT_TOKENS = 96
 PAGE_TOKENS = 16
 OTHER_LEG_MS = 300
+LINK_SILENT_MS = 2_500
 LENGTHS, COUNT = (5, 40), 8
 DESCRIPTORS_MORE = 4
 """Beyond what a process held before: connections that are being closed."""
@@ -158,17 +159,15 @@ def standing(directory: Path, *options: str, settings: tuple[str, ...] = ()) -> 
     )
     folder = save_folder(directory / "tiny", model)
     admin_port = free_port()
-    common = [
-        f"{role}.{one}" for role in ("prefill", "decode") for one in ("kv_tokens=4096", f"page_tokens={PAGE_TOKENS}")
-    ]
-    own = [
-        f"prefill.other_leg_ms={OTHER_LEG_MS}",
-        f"decode.other_leg_ms={OTHER_LEG_MS}",
-        f"router.admin_port={admin_port}",
-    ]
-    stack = Stack.up(
-        directory, "--model", str(folder), "--dtype", "float32", *options, settings=(*common, *own, *settings)
-    )
+    of_workers = {
+        "kv_tokens": 4_096,
+        "page_tokens": PAGE_TOKENS,
+        "other_leg_ms": OTHER_LEG_MS,
+        "link_silent_ms": LINK_SILENT_MS,
+    }
+    common = [f"{role}.{key}={value}" for role in ("prefill", "decode") for key, value in of_workers.items()]
+    common.append(f"router.admin_port={admin_port}")
+    stack = Stack.up(directory, "--model", str(folder), "--dtype", "float32", *options, settings=(*common, *settings))
     try:
         yield Stand(stack, admin_port, sure_prompts(model, LENGTHS, COUNT))
     finally:
