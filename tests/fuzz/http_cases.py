@@ -263,7 +263,7 @@ def _broken(dice: Random, method: str, target: str, body: bytes) -> HttpCase:
     elif kind == 6:
         line = dice.choice((b"GET", b"POST  /", b"\0", b"PRI * HTTP/2.0", b"CONNECT a:1 HTTP/1.1", b"OPTIONS * HTTP/1.1",
                             b"GET http://[ HTTP/1.1", b"GET /%zz HTTP/1.1", b"GET /\xff HTTP/1.1", b"GET / HTTP/9.9",
-                            b"GET //x/../health HTTP/1.1", b"TRACE /health HTTP/1.1", b"\x16\x03\x01\x02\0\x01\0"))  # fmt: skip
+                            b"GET //x/../health HTTP/1.1", b"TRACE / HTTP/1.1", b"\x16\x03\x01\x02\0\x01\0"))  # fmt: skip
         raw = line + b"\r\nhost: fuzz\r\n\r\n"
     elif kind == 7:  # a head that does not end
         raw = good[: good.index(b"\r\n") + 2] + (b"x-a: " + b"y" * 4_000 + b"\r\n") * dice.choice((1, 30))

@@ -47,7 +47,7 @@ class Failed(Exception):
     error: BaseException
 
     def __str__(self) -> str:
-        again = f"python tests/fuzz/run.py --port {self.port} --seed {self.seed} --first {self.number} --cases 1"
+        again = f"python tests/fuzz/run.py --port '{self.port}' --seed {self.seed} --first {self.number} --cases 1"
         return f"port {self.port}, seed {self.seed}, case {self.number}: {self.error}\n    alone: {again}"
 
 
@@ -62,6 +62,7 @@ async def drive(
     first: int,
     cases: int,
     *,
+    checks: int = CHECKS,
     growth_bytes_max: int = 32 << 20,
     progress: Callable[[int], None] = lambda done: None,
 ) -> None:
@@ -70,7 +71,7 @@ async def drive(
     Raises Failed naming the case, or the span of cases after which something was found wrong. Memory is counted from a
     tenth of the way on, when caches and pools have their size.
     """
-    every = max(1, cases // CHECKS)
+    every = max(1, cases // checks)
     warm, base = False, dict.fromkeys(lane.pids(), 0)
     done = 0
     while done < cases:

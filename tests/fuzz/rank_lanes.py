@@ -149,8 +149,8 @@ class LiveShmLane(_DecodeLane):
         room, attempt = next(self._rooms)
         said = shm_case(dice, own_boot_id(), self._writer, [(room, attempt, 0)])
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stream:
-            stream.settimeout(2)
             stream.connect(self._path)
+            stream.settimeout(2)
             for message in said:
                 stream.send(message)
             if dice.random() < 0.3:

@@ -4,7 +4,6 @@ Its model is tiny and its context short, so that a body that is understood after
 leg is answered after `OTHER_LEG_MS`.
 """
 
-import asyncio
 import itertools
 import json
 import os
@@ -172,8 +171,3 @@ def standing(directory: Path, *options: str, settings: tuple[str, ...] = ()) -> 
         yield Stand(stack, admin_port, sure_prompts(model, LENGTHS, COUNT))
     finally:
         stack.down()
-
-
-def run(coroutine: Any) -> Any:
-    """Run to the end, on a loop of its own."""
-    return asyncio.run(coroutine)
