@@ -22,6 +22,7 @@ from baton_core.limits import Millis
 from baton_core.registration import RankKey, parse_registration
 from baton_core.registry import Accepted, Instance, NeedsProbe, Refused, RegistryTable
 from baton_core.request import Incarnation
+from baton_io.registry_api import registry_document
 from baton_io.registry_client import INCARNATION, INSTANCE, REGISTRY_INCARNATION, RegistryError, call, url_of
 from baton_io.registry_http import (
     BODY_BYTES_MAX,
@@ -111,6 +112,7 @@ class RegistryRoutes:
             self._route("PUT", "/route", self.put_route, writes=True),
             self._route("POST", "/register_dp_rank", self.register_dp_rank, writes=True),
             self._route("POST", "/query_dp_ranks", self.query_dp_ranks, reads_body=True),
+            self._route("GET", "/openapi.json", self.describe),
             self._route("GET", "/v1/instances", self.list_instances),
             self._route("PUT", "/v1/instances/{instance}/lease", self.renew, writes=True),
             self._route("DELETE", "/v1/instances/{instance}", self.deregister, writes=True),
@@ -178,6 +180,10 @@ class RegistryRoutes:
         return Answer(200, msgspec.json.encode({str(room): rank for room, rank in found.items()}), json=True)
 
     # -- ours
+
+    async def describe(self, call: Call) -> Answer:
+        """GET /openapi.json: this registry, for tools."""
+        return Answer(200, registry_document(), json=True)
 
     async def list_instances(self, call: Call) -> Answer:
         """GET /v1/instances: who is registered, with `instance=` only that one."""

@@ -12,7 +12,7 @@ A url in a path is percent-encoded (http%3A%2F%2F10.0.0.1%3A8100) or stands as i
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import uvicorn
@@ -22,6 +22,7 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from baton_core.errors import Reason, Verdict
 from baton_core.routing.workers import Role, Worker, in_flight_of
 from baton_io.http_guard import GuardedHttp
+from baton_router.api import NewWorker, admin_document
 from baton_router.config import check_url
 from baton_router.directory import Directory
 from baton_router.exchange import ClientGone, Refused, read_body
@@ -36,13 +37,6 @@ PAGE_HEADERS = {
 
 
 BODY_BYTES_MAX = 64 * 1024
-
-
-class NewWorker(msgspec.Struct, kw_only=True):
-    """Body of `POST /workers`."""
-
-    url: str
-    role: Literal["prefill", "decode"]
 
 
 # FastAPI's own reading knows no limit, and puts what is wrong into an answer that cannot always be written.
@@ -96,7 +90,9 @@ class Admin:
             return _error(refused.failure.status, str(refused))
         except ClientGone:
             return Response(status_code=CLIENT_GONE_STATUS)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        except msgspec.ValidationError as error:
+            return _error(422, str(error))
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # no JSON, or no address
             return _error(400, str(error))
         self._directory.add(SOURCE, Role(new.role), new.url)
         return JSONResponse({"url": new.url, "role": new.role}, 201)
@@ -121,8 +117,12 @@ def admin_app(directory: Directory, status_page: Callable[[], str]) -> FastAPI:
     async def page() -> Response:
         return HTMLResponse(status_page(), headers=PAGE_HEADERS)
 
-    app = FastAPI(title="Baton router, admin", docs_url=None, redoc_url=None)
+    async def described() -> Response:
+        return Response(admin_document(), media_type="application/json")
+
+    app = FastAPI(title="Baton router, admin", openapi_url=None, docs_url=None, redoc_url=None)
     app.add_api_route("/", page, methods=["GET"])
+    app.add_api_route("/openapi.json", described, methods=["GET"])
     app.add_api_route("/workers", admin.workers, methods=["GET"])
     app.add_api_route("/workers", admin.add, methods=["POST"])
     app.add_api_route("/workers/{url:path}/drain", admin.drain, methods=["POST"])

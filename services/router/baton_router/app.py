@@ -28,6 +28,7 @@ from baton_core.routing.workers import Role, in_flight_of, load_of
 from baton_io.registry_token import read_token
 from baton_io.tracing import Tracing, open_tracing
 from baton_router.admin import admin_app, serving_admin, shown
+from baton_router.api import router_document
 from baton_router.calls import RoadSettings
 from baton_router.client import HttpUpstream
 from baton_router.config import RouterConfig, parse_address
@@ -365,7 +366,7 @@ def _front(dispatch: AsgiApp, control: AsgiApp) -> AsgiApp:
 
 
 def _control_app(control: Control) -> FastAPI:
-    app = FastAPI(title="Baton router", lifespan=control.lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Baton router", lifespan=control.lifespan, openapi_url=None, docs_url=None, redoc_url=None)
     for path, endpoint in (
         ("/health", control.health),
         ("/ready", control.ready),
@@ -373,12 +374,17 @@ def _control_app(control: Control) -> FastAPI:
         ("/get_server_info", control.server_info),
         ("/v1/models", control.models),
         ("/metrics", control.metrics),
+        ("/openapi.json", _described),
     ):
         app.add_api_route(path, endpoint, methods=["GET"])
     for path in ("/flush_cache", "/abort_request"):
         app.add_api_route(path, control.fan_out, methods=["POST"])
     app.add_exception_handler(HTTPException, _http_error)
     return app
+
+
+async def _described() -> Response:
+    return Response(router_document(), media_type="application/json")
 
 
 async def _http_error(_request: Request, error: Exception) -> Response:

@@ -62,7 +62,7 @@ class Pace:
 
 
 class Waiter:
-    """One request that waits for its first token. `came`, `refused` or `gave_up` must follow; what is said later changes nothing."""
+    """One request that waits for its first token. `came`, `refused` or `gave_up` must follow; later words change nothing."""
 
     def __init__(self, pace: Pace, tokens: int) -> None:
         self._pace: Pace | None = pace

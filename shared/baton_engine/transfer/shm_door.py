@@ -155,6 +155,7 @@ class ShmDoor:
             socket.send_fds(stream, [self._welcome], list(self._descriptors))
             stream.settimeout(None)
         except OSError as error:
+            self._table.nonsense(self.name)
             log.info("transfer.stranger", text=str(error))
             with contextlib.suppress(OSError):
                 stream.send(refusal(str(error)), socket.MSG_DONTWAIT)
@@ -178,6 +179,7 @@ class ShmDoor:
                 self._gone(writer)
                 return
             elif not self._closing:
+                self._table.nonsense(self.name)
                 log.warning("transfer.bad_frame", writer=writer.name, text="empty")
 
     def _outlived(self, writer: _Writer) -> bool:
@@ -201,6 +203,7 @@ class ShmDoor:
         try:
             frame = Frame.unpack(raw)
         except ValueError as error:
+            self._table.nonsense(self.name)
             log.warning("transfer.bad_frame", writer=writer.name, text=str(error))
             return
         if frame.kind is Kind.BEGIN:
