@@ -46,10 +46,9 @@ class HttpLane(Lane):
         return self._stand.pids_behind(self.name)
 
     async def check(self) -> None:
-        await self._drop()
         await self._stand.whole()
 
-    async def _drop(self) -> None:
+    async def rest(self) -> None:
         """Close every connection that is kept, so that what is open afterwards is a leak."""
         for _ in range(self._callers.qsize()):
             caller = self._callers.get_nowait()

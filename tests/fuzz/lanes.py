@@ -6,7 +6,6 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
@@ -15,7 +14,9 @@ from fuzz.wire import Wrong
 
 PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 CHECKS = 2
-"""Times that all is looked over in one run, beside the end."""
+"""Times that all is looked over in one run, the end included."""
+GROWTH_BYTES_MAX = 32 << 20
+"""By so much the memory of a process may differ after any number of cases."""
 
 
 class Lane(ABC):
@@ -32,19 +33,21 @@ class Lane(ABC):
     async def check(self) -> None:
         """Whether the process lives, and does its work as if nothing had happened. Raises Wrong."""
 
+    async def rest(self) -> None:
+        """Keep nothing open; it may go on afterwards."""
+        return
+
     @abstractmethod
     def pids(self) -> Sequence[int]:
         """The processes behind the port, whose memory must stay flat."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Failed(Exception):
     """A case went wrong."""
 
-    port: str
-    seed: int
-    number: int
-    error: BaseException
+    def __init__(self, *, port: str, seed: int, number: int, error: BaseException) -> None:
+        super().__init__(port, seed, number)
+        self.port, self.seed, self.number, self.error = port, seed, number, error
 
     def __str__(self) -> str:
         again = f"python tests/fuzz/run.py --port '{self.port}' --seed {self.seed} --first {self.number} --cases 1"
@@ -63,37 +66,48 @@ async def drive(
     cases: int,
     *,
     checks: int = CHECKS,
-    growth_bytes_max: int = 32 << 20,
     progress: Callable[[int], None] = lambda done: None,
 ) -> None:
     """Throw cases `first … first + cases - 1`, and look everything over on the way and at the end.
 
-    Raises Failed naming the case, or the span of cases after which something was found wrong. Memory is counted from a
-    tenth of the way on, when caches and pools have their size.
+    Raises Failed naming the case, or the last case before something was found wrong. Memory is counted from a tenth of
+    the way on, when caches and pools have their size.
     """
-    every = max(1, cases // checks)
-    warm, base = False, dict.fromkeys(lane.pids(), 0)
-    done = 0
-    while done < cases:
-        batch = range(first + done, first + min(cases, done + lane.at_once))
-        results = await asyncio.gather(*(_one(lane, seed, number) for number in batch), return_exceptions=True)
-        for number, result in zip(batch, results, strict=True):
-            if isinstance(result, BaseException):
-                raise Failed(port=lane.name, seed=seed, number=number, error=result)
-        before, done = done, done + len(batch)
-        if not warm and done * 10 >= cases:
-            warm, base = True, {pid: resident_bytes(pid) for pid in lane.pids()}
-        if before // every != done // every or done >= cases:
-            try:
-                await lane.check()
-            except (Wrong, AssertionError, OSError) as error:
-                raise Failed(port=lane.name, seed=seed, number=first + done - 1, error=error) from error
-            progress(done)
-    for pid, bytes_before in base.items():
-        grown = resident_bytes(pid) - bytes_before
-        if cases >= 1_000 and grown > growth_bytes_max:
-            error = Wrong(f"process {pid} grew by {grown >> 20} MiB over {cases * 9 // 10} cases")
+    every, done = max(1, cases // checks), 0
+    held: dict[int, int] = {}
+    try:
+        while done < cases:
+            batch = range(first + done, first + min(cases, done + lane.at_once))
+            await _throw(lane, seed, batch)
+            before, done = done, done + len(batch)
+            if not held and done * 10 >= cases:
+                held = {pid: resident_bytes(pid) for pid in lane.pids()}
+            if before // every != done // every or done >= cases:
+                await _look_over(lane, seed, first + done - 1)
+                progress(done)
+    finally:
+        await lane.rest()
+    for pid, before_bytes in held.items():
+        grown_bytes = resident_bytes(pid) - before_bytes
+        if cases >= 1_000 and grown_bytes > GROWTH_BYTES_MAX:
+            error = Wrong(f"process {pid} grew by {grown_bytes >> 20} MiB over {cases * 9 // 10} cases")
             raise Failed(port=lane.name, seed=seed, number=first, error=error)
+
+
+async def _throw(lane: Lane, seed: int, batch: range) -> None:
+    """Some cases at once."""
+    results = await asyncio.gather(*(_one(lane, seed, number) for number in batch), return_exceptions=True)
+    for number, result in zip(batch, results, strict=True):
+        if isinstance(result, BaseException):
+            raise Failed(port=lane.name, seed=seed, number=number, error=result)
+
+
+async def _look_over(lane: Lane, seed: int, number: int) -> None:
+    await lane.rest()
+    try:
+        await lane.check()
+    except (Wrong, AssertionError, OSError) as error:
+        raise Failed(port=lane.name, seed=seed, number=number, error=error) from error
 
 
 async def _one(lane: Lane, seed: int, number: int) -> None:

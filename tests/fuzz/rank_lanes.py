@@ -3,10 +3,8 @@
 import asyncio
 import contextlib
 import itertools
-import os
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 from random import Random
 
 import httpx
@@ -16,6 +14,7 @@ from baton_engine.transfer.shm_door import SOCKET_SUFFIX
 from baton_engine.transfer.shm_wire import own_boot_id
 from fuzz.frame_cases import Bait, kv_case, link_case, shm_case, zmq_noise
 from fuzz.lanes import Lane
+from fuzz.ports import unix_listeners
 from fuzz.stand import CONTEXT_TOKENS, ROOMS, Stand
 from fuzz.wire import Wrong
 from integration.noise import listening_ports
@@ -168,18 +167,3 @@ def _say(address: tuple[str, int], said: Sequence[bytes], dice: Random) -> None:
             stream.settimeout(0.05)
             while stream.recv(65_536):
                 pass
-
-
-def unix_listeners(pid: int) -> list[Path]:
-    """Unix sockets on which a process listens."""
-    inodes = set()
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):
-            inodes.add(os.readlink(descriptor).removeprefix("socket:[").removesuffix("]"))
-    found = []
-    for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]:
-        fields = line.split()
-        # Flags 0x10000: it accepts connections.
-        if len(fields) > 7 and fields[6] in inodes and int(fields[3], 16) & 0x10000:
-            found.append(Path(fields[7]))
-    return found

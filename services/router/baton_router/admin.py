@@ -18,6 +18,7 @@ import msgspec
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
+from starlette.exceptions import HTTPException
 
 from baton_core.errors import Reason, Verdict
 from baton_core.routing.workers import Role, Worker, in_flight_of
@@ -67,6 +68,14 @@ def shown(directory: Directory, worker: Worker) -> dict[str, Any]:
         "dp_size": worker.dp_size,
         "in_flight": directory.in_flight(worker),
     } | ({"ranks": ranks} if ranks else {})
+
+
+async def http_error(_request: Request, error: Exception) -> Response:
+    """Unknown paths and methods, in the envelope of every other error."""
+    assert isinstance(error, HTTPException)
+    verdict = Verdict(reason=Reason.INVALID_REQUEST, text=str(error.detail))
+    body = envelope(verdict, error.status_code)
+    return Response(body, error.status_code, headers=dict(error.headers or {}), media_type="application/json")
 
 
 class Admin:
@@ -121,6 +130,7 @@ def admin_app(directory: Directory, status_page: Callable[[], str]) -> FastAPI:
         return Response(admin_document(), media_type="application/json")
 
     app = FastAPI(title="Baton router, admin", openapi_url=None, docs_url=None, redoc_url=None)
+    app.add_exception_handler(HTTPException, http_error)
     app.add_api_route("/", page, methods=["GET"])
     app.add_api_route("/openapi.json", described, methods=["GET"])
     app.add_api_route("/workers", admin.workers, methods=["GET"])

@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from baton_io.openapi import ANYTHING, EVENTS, JSON, TEXT, Operation, document
+from baton_io.openapi import EVENTS, JSON, TEXT, Operation, document
 
 
 class NewWorker(msgspec.Struct, kw_only=True):
@@ -16,6 +16,10 @@ class NewWorker(msgspec.Struct, kw_only=True):
 
 
 _OBJECT = {"type": "object"}
+_TO_ALL = {
+    "type": "object",
+    "properties": {"rid": {"type": ["string", "null"]}, "abort_all": {"type": ["boolean", "null"]}},
+}
 _ERRORS = {
     "4XX": (JSON,),
     "500": (JSON,),
@@ -75,7 +79,7 @@ OPERATIONS = (
             method="POST",
             path=path,
             summary=summary,
-            body=ANYTHING,
+            body=_TO_ALL,
             body_is_required=False,
             answers={"200": (JSON,), "4XX": (JSON,), "5XX": (JSON,)},
             tells_state=True,

@@ -27,7 +27,7 @@ from baton_core.routing.ranks import DpMode
 from baton_core.routing.workers import Role, in_flight_of, load_of
 from baton_io.registry_token import read_token
 from baton_io.tracing import Tracing, open_tracing
-from baton_router.admin import admin_app, serving_admin, shown
+from baton_router.admin import admin_app, http_error, serving_admin, shown
 from baton_router.api import router_document
 from baton_router.calls import RoadSettings
 from baton_router.client import HttpUpstream
@@ -42,7 +42,7 @@ from baton_router.dispatch import Dispatch
 from baton_router.door import Door
 from baton_router.exchange import ClientGone, Receive, Refused, Scope, Send, read_body
 from baton_router.facts import needs_of
-from baton_router.failures import Failure, envelope, own_failure
+from baton_router.failures import Failure, own_failure
 from baton_router.keys import parse_keys
 from baton_router.metrics import GENERATING_ROUTES, RouterMetrics, TargetFigures
 from baton_router.probe import Prober
@@ -379,20 +379,12 @@ def _control_app(control: Control) -> FastAPI:
         app.add_api_route(path, endpoint, methods=["GET"])
     for path in ("/flush_cache", "/abort_request"):
         app.add_api_route(path, control.fan_out, methods=["POST"])
-    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(HTTPException, http_error)
     return app
 
 
 async def _described() -> Response:
     return Response(router_document(), media_type="application/json")
-
-
-async def _http_error(_request: Request, error: Exception) -> Response:
-    """Unknown paths and methods, in the envelope of every other error."""
-    assert isinstance(error, HTTPException)
-    verdict = Verdict(reason=Reason.INVALID_REQUEST, text=str(error.detail))
-    body = envelope(verdict, error.status_code)
-    return Response(body, error.status_code, headers=dict(error.headers or {}), media_type="application/json")
 
 
 def _answer(failure: Failure) -> Response:

@@ -70,6 +70,7 @@ class DecodeCore:
         fingerprint: str,
         layout: UnitLayout,
         pp_size: int = 1,
+        vocab_size: int | None = None,
     ) -> None:
         self.limits = limits
         self.page_tokens = layout.page_tokens
@@ -80,7 +81,7 @@ class DecodeCore:
         self.ledger.on_leave = self._on_leave
         self.memory = DecodeMemory(self.ledger, self.page_tokens, context_tokens)
         self.prealloc = DecodePreallocQueue(self.ledger, layout=layout, fingerprint=fingerprint, pp_size=pp_size)
-        self.transfer = DecodeTransferQueue(self.ledger, self.page_tokens)
+        self.transfer = DecodeTransferQueue(self.ledger, self.page_tokens, vocab_size)
         self.batch = DecodeBatch(self.ledger, self.memory, pp_size)
         self.line = PageLine(self.ledger, self.memory, self.prealloc, self.transfer, self.batch)
         self.paused: PauseMode | None = None
