@@ -35,6 +35,7 @@ def build(materials: Materials) -> Parts:
         # What the fake backend leaves in the pages is no KV cache, and must not become anybody else's.
         prefix_cache=materials.settings.prefix_cache and materials.backend != "fake",
         pp_size=materials.parallel.pp,
+        vocab_size=materials.engine.config.vocab,
     )
     side = DecodeSide(
         _receiver(materials),
