@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from baton_core.errors import TEXT_CHARS_MAX, ClientError, Reason, Verdict
-from baton_core.kv_layout import UnitLayout, mismatches
+from baton_core.fingerprint import mismatches
+from baton_core.kv_layout import UnitLayout
 from baton_core.link import NAME_CHARS_MAX, Frame, FrameKind
 from baton_core.messages import ATTEMPT_MAX, INDEX_MAX, WORDS_CHARS_MAX, Accepted, Hello, PageOrder, Rejected
 from baton_core.registration import parse_registration

@@ -12,7 +12,8 @@ from hashlib import blake2b
 from baton_core.agreement import KVPoll
 from baton_core.errors import Reason
 from baton_engine.kv_pool import PageMemory
-from baton_engine.transfer.attempts import AttemptTable, Flow, Incoming
+from baton_engine.transfer.attempts import AttemptTable, Incoming
+from baton_engine.transfer.flow import Flow
 from baton_engine.transfer.ways import Job
 
 _DIGEST_BYTES = 8

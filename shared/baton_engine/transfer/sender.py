@@ -21,7 +21,8 @@ from baton_core.kv_layout import LayoutMismatch, UnitLayout, plan, readers, row_
 from baton_core.messages import PageOrder
 from baton_core.ranks import Member, member_of
 from baton_core.request import Incarnation, Room
-from baton_engine.transfer.attempts import AttemptTable, Flow, Key, Outgoing, TableEnd, TablePoller, sibling
+from baton_engine.transfer.attempts import AttemptTable, Key, Outgoing, TableEnd, TablePoller, sibling
+from baton_engine.transfer.flow import Flow
 from baton_engine.transfer.shm_wire import own_boot_id
 from baton_engine.transfer.ways import Doors, Job, Probe, Reach, Target, Way
 

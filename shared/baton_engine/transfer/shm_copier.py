@@ -22,8 +22,9 @@ from baton_core.errors import Reason
 from baton_core.messages import ROOM_WORD, ROW_BYTES
 from baton_core.request import PageId
 from baton_engine.sealed_memory import SealedWindow
-from baton_engine.transfer.attempts import AttemptTable, Flow
+from baton_engine.transfer.attempts import AttemptTable
 from baton_engine.transfer.checksum import Checksums
+from baton_engine.transfer.flow import Flow
 from baton_engine.transfer.pool_bytes import BATCH_BYTES, Bytes, PoolSource, rows_of
 from baton_engine.transfer.shm_wire import FRAME, SERIAL_MAX, Frame, Kind, Welcome, WireError, order_digest
 from baton_engine.transfer.ways import Job

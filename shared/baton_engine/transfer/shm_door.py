@@ -23,8 +23,9 @@ from baton_core.agreement import Staging
 from baton_core.errors import EngineError, Reason
 from baton_core.request import Incarnation
 from baton_engine.kv_pool import KVPool, RowMemory
-from baton_engine.transfer.attempts import AttemptTable, Flow, Incoming
+from baton_engine.transfer.attempts import AttemptTable, Incoming
 from baton_engine.transfer.checksum import verify
+from baton_engine.transfer.flow import Flow
 from baton_engine.transfer.shm_wire import (
     FRAME,
     HELLO,

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from baton_core.errors import Reason
 from baton_core.request import Incarnation, PageId
 from baton_engine.kv_pool import KVPool
-from baton_engine.transfer.attempts import AttemptTable, Flow
+from baton_engine.transfer.attempts import AttemptTable
 from baton_engine.transfer.checksum import Checksums
+from baton_engine.transfer.flow import Flow
 from baton_engine.transfer.pool_bytes import PoolSource
 from baton_engine.transfer.protocol import Poke
 from baton_engine.transfer.shm_copier import Copier, DecodeMemory

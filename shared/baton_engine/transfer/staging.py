@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from baton_core.request import Room
-from baton_engine.transfer.attempts import AttemptTable, Flow, Incoming, Key
+from baton_engine.transfer.attempts import AttemptTable, Incoming, Key
 from baton_engine.transfer.checksum import verify
+from baton_engine.transfer.flow import Flow
 from baton_engine.transfer.pool_bytes import Bytes, PoolSource, PoolTarget
 from baton_engine.transfer.protocol import Poke
 from baton_engine.transfer.ways import Job

@@ -19,8 +19,9 @@ from baton_core.errors import Reason
 from baton_core.messages import ROW_BYTES
 from baton_core.request import Incarnation, Room
 from baton_engine.kv_pool import KVPool, RowMemory
-from baton_engine.transfer.attempts import AttemptTable, Flow, Incoming
+from baton_engine.transfer.attempts import AttemptTable, Incoming
 from baton_engine.transfer.checksum import verify
+from baton_engine.transfer.flow import Flow
 from baton_engine.transfer.pool_bytes import PoolTarget
 from baton_engine.transfer.staging import StagingRing, scatter, staged_bytes
 from baton_engine.transfer.tcp_wire import (

@@ -17,8 +17,9 @@ from baton_core.errors import Reason
 from baton_core.kv_layout import Run
 from baton_core.request import Incarnation, PageId, Room
 from baton_engine.kv_pool import KVPool, PageMemory
-from baton_engine.transfer.attempts import AttemptTable, Flow
+from baton_engine.transfer.attempts import AttemptTable
 from baton_engine.transfer.checksum import Checksums
+from baton_engine.transfer.flow import Flow
 from baton_engine.transfer.pool_bytes import Bytes, PoolSource
 from baton_engine.transfer.staging import gather
 from baton_engine.transfer.tcp_wire import (

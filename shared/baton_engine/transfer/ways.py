@@ -7,7 +7,7 @@ from typing import Protocol
 
 from baton_core.effects import Push
 from baton_core.request import Incarnation, PageId
-from baton_engine.transfer.attempts import Flow
+from baton_engine.transfer.flow import Flow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
