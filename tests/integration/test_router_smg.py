@@ -92,8 +92,10 @@ async def test_completions_chats_and_logprobs_are_those_of_our_own_router(
 ) -> None:
     _, url = peer
     ours = workers.stack.url
-    completion = {"model": "m", "prompt": "The baker walked", "temperature": 0, "max_tokens": COUNT}
-    chat = {"model": "m", "messages": [{"role": "user", "content": "a basket of pears"}], "temperature": 0}
+    async with httpx.AsyncClient(timeout=30) as http:
+        name = (await http.get(f"{ours}/v1/models")).json()["data"][0]["id"]  # smg chooses workers by it
+    completion = {"model": name, "prompt": "The baker walked", "temperature": 0, "max_tokens": COUNT}
+    chat = {"model": name, "messages": [{"role": "user", "content": "a basket of pears"}], "temperature": 0}
     for route, body, at in (
         ("/v1/completions", completion, lambda choice: choice["text"]),
         ("/v1/chat/completions", chat | {"max_tokens": 5}, lambda choice: choice["message"]["content"]),
