@@ -14,6 +14,8 @@ FIRST         ?= 1
 MINUTES       ?= 2
 ARGS          ?=
 CANCELS_S     ?= 600
+CASES         ?= 1000000
+SEED          ?= 1
 
 BIN := .venv/bin
 # A stamp a version: another TORCH installs anew, the same one is done at once.
@@ -23,7 +25,7 @@ BATON_STAMP := .venv/.baton-$(call checksum,$(TORCH) $(MODEL_PACKAGE))
 GOLD_STAMP  := .venv/.gold-$(call checksum,$(TORCH) $(TRANSFORMERS))
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test test-parity test-matrix test-cancels test-deploy check sim chaos times bench gold clean
+.PHONY: help install up down test test-parity test-matrix test-cancels test-deploy check sim fuzz chaos times bench gold clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,12 +38,13 @@ up: install ## serve the default model on this machine; options in ARGS, e.g. AR
 down: install ## stop what `make up ARGS=--detach` left running
 	$(BIN)/baton down $(ARGS)
 
-test: check ## everything that CI runs: check, tests, 1,000 seeds of the simulation
+test: check ## everything that CI runs: check, tests, 1,000 seeds of the simulation, 10,000 fuzz cases a port
 	$(BIN)/python -m coverage run -m pytest -m 'not slow' tests/unit tests/simulation
 	$(BIN)/python -m coverage report --include 'shared/baton_core/*' --fail-under 95 --skip-covered
 	$(BIN)/python -m pytest -m 'not slow' tests/contract tests/deploy tests/gpu
 	$(BIN)/python tests/simulation/run.py --seeds $(SEEDS) --first $(FIRST)
 	$(BIN)/python -m pytest -m 'not slow' tests/integration
+	$(BIN)/python -m pytest -m 'not slow' tests/fuzz
 
 test-parity: install ## the long comparison with Transformers' answers
 	$(BIN)/python -m pytest -m slow tests/unit tests/contract tests/integration --ignore tests/integration/test_matrix.py
@@ -60,6 +63,9 @@ check: install ## style and types: ruff, mypy, the rules of the house
 
 sim: install ## run seeds FIRST … FIRST+SEEDS-1 of the simulation and print its coverage
 	$(BIN)/python tests/simulation/run.py --seeds $(SEEDS) --first $(FIRST)
+
+fuzz: install ## throw CASES damaged frames, bodies and requests at every port of a real stack; SEED, ARGS='--port links'
+	$(BIN)/python tests/fuzz/run.py --cases $(CASES) --seed $(SEED) $(ARGS)
 
 test-deploy: install ## what CI leaves out of tests/deploy: real images and a real compose stack (needs a Docker engine)
 	BATON_TEST_DOCKER=1 $(BIN)/python -m pytest -m slow tests/deploy

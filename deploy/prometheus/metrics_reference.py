@@ -170,6 +170,8 @@ ENTRIES: tuple[Entry, ...] = (
         "its `transfer_seconds`.", "bytes/s"),
     _of("workers", "transfer_failures_total", "counter", "reason way dp_rank", "Transfers that failed at this end, by "
         "reason and way; `none`: before one was chosen.", "transfers"),
+    _of("workers", "transfer_bad_frames_total", "counter", "way dp_rank", "What came in where pages come in and was no "
+        "frame of a writer's: its stream was closed, or it was left out.", "frames"),
     # -- workers: speed
     _of("workers", "step_seconds", "histogram", "dp_rank", "One forward: a chunk of prompts on prefill, a token for each "
         "sequence on decode, where it bounds the time between tokens."),
@@ -185,7 +187,8 @@ ENTRIES: tuple[Entry, ...] = (
     _of("workers", "running_steps", "gauge", "dp_rank", "Plans that are being computed.", "steps"),
     # -- workers: links
     _of("workers", "links", "gauge", "dp_rank", "Peers to which a control link is open.", "links"),
-    _of("workers", "link_bad_frames_total", "counter", "dp_rank", "Frames from peers that made no sense.", "frames"),
+    _of("workers", "link_bad_frames_total", "counter", "dp_rank", "Frames at a rank's own "
+        "ports that made no sense: from peers, siblings, strangers.", "frames"),
     _of("workers", "link_dropped_frames_total", "counter", "dp_rank", "Frames that a full link could not take; they are "
         "sent again.", "frames"),
 )  # fmt: skip

@@ -66,12 +66,29 @@ RETRY_AFTER: frozenset[Reason] = frozenset({Reason.WAITING_FULL, Reason.DRAINING
 """Reasons whose answer carries `Retry-After`."""
 
 
+TEXT_CHARS_MAX = 4_096
+"""Longest text of a verdict: it may quote what a stranger said, and is kept for the other leg."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The end of a request that got no answer: a reason, and a text that says what happened and what to do."""
+    """The end of a request that got no answer: a reason, and a text that says what happened and what to do.
+
+    The text can be written down and sent whatever it quotes: it is cut at TEXT_CHARS_MAX, and half of a surrogate pair
+    is spelt out.
+    """
 
     reason: Reason
     text: str
+
+    def __post_init__(self) -> None:
+        text = self.text
+        if len(text) > TEXT_CHARS_MAX:
+            text = text[: TEXT_CHARS_MAX - 1] + "…"
+        if not text.isascii():
+            text = text.encode("utf-8", "backslashreplace").decode()
+        if text is not self.text:
+            object.__setattr__(self, "text", text)
 
     @property
     def status(self) -> int:

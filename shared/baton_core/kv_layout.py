@@ -386,7 +386,7 @@ def mismatches(prefill: str, decode: str) -> tuple[str, ...]:
         return ()
     try:
         ours, theirs = json.loads(prefill), json.loads(decode)
-    except ValueError:
+    except (ValueError, RecursionError):
         return (f"fingerprint is {prefill!r} on prefill and {decode!r} on decode",)
     if not isinstance(ours, dict) or not isinstance(theirs, dict):
         return (f"fingerprint is {prefill!r} on prefill and {decode!r} on decode",)

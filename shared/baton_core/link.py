@@ -21,6 +21,8 @@ from baton_core.request import Incarnation
 ENDED_MAX = 1_024
 """Peers whose last conversation is remembered as over; frames come late by a round trip or two, not by a thousand peers."""
 
+NAME_CHARS_MAX = 256
+
 
 class FrameKind(IntEnum):
     """What a frame is for."""
@@ -47,6 +49,9 @@ class Frame:
     def __post_init__(self) -> None:
         if self.epoch < 1 or self.seq < 0 or self.ack < 0:
             raise ValueError(f"frame numbers out of range: epoch {self.epoch}, seq {self.seq}, ack {self.ack}")
+        # Names are kept beyond the conversation, and answered with: a stranger's must cost no more than one of ours.
+        if max(len(self.source), len(self.target)) > NAME_CHARS_MAX:
+            raise ValueError(f"a name has at most {NAME_CHARS_MAX} characters")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,13 @@ from baton_core.request import FAKE_HOST, ROOM_MAX, TOP_LOGPROBS_MAX, Incarnatio
 
 TOKEN_MAX = 2**31 - 1
 
+ATTEMPT_MAX = 2**32 - 1
+"""What streams and rows have room for."""
+INDEX_MAX = 2**31 - 1
+"""Greatest id of a page or a row."""
+WORDS_CHARS_MAX = 32_768
+"""Longest text inside a message: a layout, a fingerprint, an address, a reason in words."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RoomMessage:
@@ -20,8 +27,13 @@ class _RoomMessage:
     attempt: int  # 1-based; a message of an older attempt changes nothing
 
     def __post_init__(self) -> None:
-        if not 0 <= self.room <= ROOM_MAX or self.attempt < 1:
+        if not 0 <= self.room <= ROOM_MAX or not 1 <= self.attempt <= ATTEMPT_MAX:
             raise ValueError(f"room {self.room} attempt {self.attempt}: out of range")
+
+    def _require_short(self, *texts: str) -> None:
+        longest = max(map(len, texts))
+        if longest > WORDS_CHARS_MAX:
+            raise ValueError(f"room {self.room}: a text of {longest} characters, at most {WORDS_CHARS_MAX} are taken")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +66,10 @@ class Hello(_RoomMessage):
             return False
         return bool(prompt) and min(prompt) >= 0 and max(prompt) <= TOKEN_MAX
 
+    def __post_init__(self) -> None:
+        _RoomMessage.__post_init__(self)
+        self._require_short(self.fingerprint, self.layout)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted(_RoomMessage):
@@ -61,6 +77,10 @@ class Accepted(_RoomMessage):
 
     dp_rank: int
     layout: str  # text of the prefill unit's `kv_layout.UnitLayout`
+
+    def __post_init__(self) -> None:
+        _RoomMessage.__post_init__(self)
+        self._require_short(self.layout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +141,11 @@ class PageOrder:
     layout: str  # text of the decode unit's `kv_layout.UnitLayout`
 
     def __post_init__(self) -> None:
-        if self.attempt < 1 or self.row < 0 or any(page < 0 for page in self.pages):
+        numbers = (self.row, min(self.pages, default=0), max(self.pages, default=0))
+        if not 1 <= self.attempt <= ATTEMPT_MAX or not all(0 <= number <= INDEX_MAX for number in numbers):
             raise ValueError(f"page order of room {self.room}: attempt, row or page out of range")
+        if max(map(len, (self.incarnation, self.backend, self.address, self.layout))) > WORDS_CHARS_MAX:
+            raise ValueError(f"page order of room {self.room}: a text is longer than {WORDS_CHARS_MAX} characters")
 
 
 _ROW = struct.Struct("<QIiIIfhH")  # …, logprob of the first token, likeliest tokens that follow, flags

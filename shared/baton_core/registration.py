@@ -26,6 +26,7 @@ LEASE_MS_MAX: Millis = 3_600_000
 _NAME = re.compile(r"[A-Za-z0-9._:-]{1,200}")
 _HOST = re.compile(r"[A-Za-z0-9._:%-]{1,255}")
 _TEXT_CHARS_MAX = 32_768
+_DEPTH_MAX = 16
 
 RankKey = tuple[int, int, int, int]
 """(dp, cp, tp, pp) rank inside one instance."""
@@ -247,6 +248,9 @@ class _Fields:
 
     def anything(self, name: str) -> object:
         value: object = self._body.get(name)
+        # It is answered inside other objects: what could just be read could not always be written.
+        if _is_deeper(value, _DEPTH_MAX):
+            raise ClientError(f"{name} is nested deeper than {_DEPTH_MAX} levels")
         return value
 
     def integer(self, name: str, *, least: int, most: int = 2**31 - 1) -> int:
@@ -309,6 +313,14 @@ class _Fields:
             raise ClientError(f"{name} is missing")
         value: object = self._body[name]
         return value
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    """Whether objects and lists stand inside each other more than `levels` deep."""
+    if not isinstance(value, Mapping | list):
+        return False
+    inside = value.values() if isinstance(value, Mapping) else value
+    return levels == 0 or any(_is_deeper(one, levels - 1) for one in inside)
 
 
 def _short(value: object) -> str:

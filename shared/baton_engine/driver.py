@@ -112,6 +112,7 @@ class _Loop(ABC):
         self._performer = Performer(reach, wiring.gauges)
         self._replica = Replica(wiring.core, self._performer, wiring.parallel, wiring.place.member)
         self._stopping = False
+        self._bad_frames = 0  # on the ipc
         self._snapshot_at = now_ms()
 
     def run(self) -> None:
@@ -139,6 +140,10 @@ class _Loop(ABC):
     @abstractmethod
     def _dues(self) -> list[Millis | None]:
         """When the next turn is due without news."""
+
+    def _strays(self) -> int:
+        """Frames of strangers at this rank's ports inside the worker."""
+        return 0
 
     def _late(self) -> str:
         """Which siblings have not finished the oldest step, for people."""
@@ -171,6 +176,7 @@ class _Loop(ABC):
             try:
                 message = TO_RANK.decode(frame)
             except FrameError as error:
+                self._bad_frames += 1
                 log.error("ipc.bad_frame", error=str(error))
                 continue
             if isinstance(message, Ping):
@@ -219,6 +225,7 @@ class _Loop(ABC):
     def _snapshot(self, now: Millis) -> None:
         if now >= self._snapshot_at:
             self._snapshot_at = now + SNAPSHOT_MS
+            self._gauges.stray_frames = self._bad_frames + self._strays()
             self._performer.say(self._gauges.snapshot(self._core, self._links))
 
 
@@ -301,6 +308,9 @@ class LeaderLoop(_Loop):
     def _sockets(self) -> Sequence["zmq.Socket[bytes]"]:
         ends = (self._channel, self._rounds)
         return [end.socket for end in ends if end is not None and end.socket is not None]
+
+    def _strays(self) -> int:
+        return sum(end.bad_frames for end in (self._channel, self._rounds) if end is not None)
 
     def _dues(self) -> list[Millis | None]:
         # Our own stage's report may have made news while the entry was applied.

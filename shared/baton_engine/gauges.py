@@ -38,6 +38,7 @@ class Gauges:
         self._traces = traces
         self._turns = 0
         self.position = 0  # of the unit's log
+        self.stray_frames = 0  # at the ports of the unit's own
         self._counters: Counter[str] = Counter()
         self._samples: dict[str, deque[float]] = {}
         self._entered: dict[RequestId, tuple[str, float]] = {}
@@ -91,7 +92,7 @@ class Gauges:
             rank=self._rank,
             progress=self._turns,
             gauges=_gauges(core, links),
-            counters={**_zeros(), **self._counters, **_counters(core, links), **counters},
+            counters={**_zeros(), **self._counters, **_counters(core, links, self.stray_frames), **counters},
             samples={**{key: [] for key in _histograms(core)}, **samples, **moved},
             timelines=timelines,
         )
@@ -168,9 +169,9 @@ def _poll_state(ledger: Ledger, phase: Phase) -> str:
     return f"poll_state_requests{{queue={phase.value},state={ledger.table.polls[phase].name}}}"
 
 
-def _counters(core: PrefillCore | DecodeCore, links: Links) -> dict[str, float]:
+def _counters(core: PrefillCore | DecodeCore, links: Links, stray_frames: int) -> dict[str, float]:
     counters: dict[str, float] = {
-        "link_bad_frames_total": links.bad_frames,
+        "link_bad_frames_total": links.bad_frames + stray_frames,
         "link_dropped_frames_total": links.dropped_frames,
     }
     if core.ledger.cache is not None:

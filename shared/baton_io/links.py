@@ -150,13 +150,17 @@ class Links:
                     self._transmit(frame)
 
     def _take(self, parts: list[bytes], now: Millis) -> list[News]:
+        # A router puts the sender's name in front, a dealer does not; nobody sends more than the frame.
+        wanted = 1 if self._router is None else 2
         try:
+            if len(parts) != wanted:
+                raise FrameError(f"a message of {len(parts)} parts, not {wanted}")
             frame: Frame = FRAMES.decode(parts[-1])
         except FrameError as error:
             self.bad_frames += 1
             log.warning("link.bad_frame", error=str(error))
             return []
-        if self._router is not None and len(parts) > 1:
+        if self._router is not None:
             self._routes[frame.source] = parts[0]
         heard = self._board.receive(frame, now)
         for answer in heard.answers:

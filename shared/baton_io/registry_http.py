@@ -35,13 +35,15 @@ class Answer:
 
 
 async def read_body(scope: Scope, receive: Receive) -> bytes | None:
-    """The whole body, or None where it is too long."""
+    """The whole body, or None where it is too long. Raises ClientError where the client left in the middle of it."""
     announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
     if not announced.isdigit() or len(announced) > 9 or int(announced) > BODY_BYTES_MAX:
         return None
     body = bytearray()
     while True:
         message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientError("the client left before its body was complete")
         body += message.get("body", b"")
         if len(body) > BODY_BYTES_MAX:
             return None

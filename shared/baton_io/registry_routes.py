@@ -22,6 +22,7 @@ from baton_core.limits import Millis
 from baton_core.registration import RankKey, parse_registration
 from baton_core.registry import Accepted, Instance, NeedsProbe, Refused, RegistryTable
 from baton_core.request import Incarnation
+from baton_io.registry_api import registry_document
 from baton_io.registry_client import INCARNATION, INSTANCE, REGISTRY_INCARNATION, RegistryError, call, url_of
 from baton_io.registry_http import (
     BODY_BYTES_MAX,
@@ -51,6 +52,9 @@ TOPOLOGY: RankKey = (-1, -1, -1, -1)
 
 CACHED_ANSWERS_MAX = 20_000
 """Answers to GET `/route` kept ready to send; when full, all are dropped."""
+
+CACHED_QUERY_BYTES_MAX = 512
+"""A longer query is no decode worker's, and its answer is not kept."""
 
 _RANKS = (b"prefill_dp_rank", b"prefill_cp_rank", b"target_tp_rank", b"target_pp_rank")
 
@@ -109,6 +113,7 @@ class RegistryRoutes:
             self._route("PUT", "/route", self.put_route, writes=True),
             self._route("POST", "/register_dp_rank", self.register_dp_rank, writes=True),
             self._route("POST", "/query_dp_ranks", self.query_dp_ranks, reads_body=True),
+            self._route("GET", "/openapi.json", self.describe),
             self._route("GET", "/v1/instances", self.list_instances),
             self._route("PUT", "/v1/instances/{instance}/lease", self.renew, writes=True),
             self._route("DELETE", "/v1/instances/{instance}", self.deregister, writes=True),
@@ -177,6 +182,10 @@ class RegistryRoutes:
         return Answer(200, msgspec.json.encode({str(room): rank for room, rank in found.items()}), json=True)
 
     # -- ours
+
+    async def describe(self, call: Call) -> Answer:
+        """GET /openapi.json: this registry, for tools."""
+        return Answer(200, registry_document(), json=True)
 
     async def list_instances(self, call: Call) -> Answer:
         """GET /v1/instances: who is registered, with `instance=` only that one."""
@@ -274,10 +283,10 @@ class _Endpoint:
     async def answer(self, scope: Scope, receive: Receive) -> Answer:
         if self._writes and not self._routes.may_write(scope):
             return Answer(401, b"this registry takes writes only with its token (authorization: Bearer ...)")
-        body = await read_body(scope, receive) if self._reads_body else b""
-        if body is None:
-            return Answer(413, b"the body is longer than %d bytes" % BODY_BYTES_MAX)
         try:
+            body = await read_body(scope, receive) if self._reads_body else b""
+            if body is None:
+                return Answer(413, b"the body is longer than %d bytes" % BODY_BYTES_MAX)
             return await self._handler(Call(query=scope["query_string"], body=body, path=scope.get("path_params", {})))
         except StoreAway as error:
             return Answer(503, error.verdict.text.encode())
@@ -305,7 +314,7 @@ class _LookUps(_Endpoint):
             answer = await self.answer(scope, receive)
             messages = self._routes.messages(answer)
             status = answer.status
-            if status == 200:
+            if status == 200 and len(query) <= CACHED_QUERY_BYTES_MAX:
                 self._ready[query] = messages
         self._routes.count(self._name, status)
         start, body = messages

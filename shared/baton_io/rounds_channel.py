@@ -10,6 +10,7 @@ from baton_core.errors import EngineError
 from baton_core.limits import Millis
 from baton_core.rounds import Conductor
 
+NUMBER_DIGITS_MAX = 18
 _WANT, _OVER, _BEGIN, _HERE, _READY = b"w", b"o", b"b", b"h", b"r"
 
 
@@ -37,6 +38,11 @@ class Rounds(Protocol):
         """Rounds that began since the last call."""
         ...
 
+    @property
+    def bad_frames(self) -> int:
+        """Frames of strangers, which were dropped."""
+        ...
+
     def close(self) -> None:
         """Close the socket."""
         ...
@@ -49,6 +55,8 @@ class ConductorRounds:
         self._units = units
         self._conductor = Conductor(units)
         self._begun: deque[int] = deque()
+        self._names = {b"%d" % unit: unit for unit in range(1, units)}
+        self.bad_frames = 0
         self._context = zmq.Context(io_threads=1)
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -63,9 +71,9 @@ class ConductorRounds:
             if not self.socket.poll(max(0, round(1000 * (until_s - time.monotonic())))):
                 missing = [str(unit) for unit in range(1, self._units) if unit not in here]
                 raise EngineError(f"the leader of unit {', '.join(missing)} did not come within {timeout_ms} ms")
-            name, kind, _ = self.socket.recv_multipart()
-            if kind == _HERE:
-                here.add(int(name))
+            said = self._understood(self.socket.recv_multipart())
+            if said is not None and said[1] == _HERE:
+                here.add(said[0])
         self._tell(_READY, 0)
 
     def want(self) -> None:
@@ -80,13 +88,16 @@ class ConductorRounds:
         """Take what the others said; rounds that began since."""
         while True:
             try:
-                name, kind, number = self.socket.recv_multipart(zmq.NOBLOCK)
+                said = self._understood(self.socket.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 break
+            if said is None:
+                continue
+            unit, kind, number = said
             if kind == _WANT:
                 self._go(self._conductor.want())
             elif kind == _OVER:
-                self._go(self._conductor.over(int(name), int(number)))
+                self._go(self._conductor.over(unit, number))
         begun = list(self._begun)
         self._begun.clear()
         return begun
@@ -95,6 +106,19 @@ class ConductorRounds:
         """Close."""
         self.socket.close(linger=0)
         self._context.term()
+
+    def _understood(self, parts: list[bytes]) -> tuple[int, bytes, int] | None:
+        """Unit, kind and number of a message; None, and counted, where it is not one of the other leaders'.
+
+        Raises EngineError where one of them cannot be understood.
+        """
+        unit = self._names.get(parts[0])
+        if unit is None:
+            self.bad_frames += 1
+            return None
+        if len(parts) != 3 or not (parts[2].isdigit() and len(parts[2]) <= NUMBER_DIGITS_MAX):
+            raise EngineError(f"the leader of unit {unit} sent what cannot be read, in {len(parts)} parts")
+        return unit, parts[1], int(parts[2])
 
     def _go(self, number: int | None) -> None:
         if number is not None:
@@ -111,6 +135,8 @@ class ConductorRounds:
 
 class UnitRounds:
     """Any other unit's leader."""
+
+    bad_frames = 0  # nobody but the conductor can say anything to it
 
     def __init__(self, address: str, unit: int) -> None:
         self._context = zmq.Context(io_threads=1)

@@ -4,8 +4,9 @@
             Done, Idled, Report, Nudge ──►                              notes
             ◄── Welcome, Entry …, Farewell                              every position of the log, in order
 
-Both ends are ours and on one host or one private network; frames are msgpack, checked by their codec, never pickle. A
-frame that cannot be queued means a member that does not read: the unit cannot go on without it.
+Both ends are ours and on one host or one private network; frames are msgpack, checked by their codec, never pickle. What
+comes under another name than a member's is counted and dropped: ports are scanned. A member that cannot be understood, or
+does not read, is another matter: the unit cannot go on without it.
 """
 
 import contextlib
@@ -108,6 +109,9 @@ class LeaderChannel:
         self._members = members
         self._position = 0
         self._joined: set[Member] = set()
+        self._names = {_identity(member): member for member in range(1, members)}
+        self.bad_frames = 0
+        """Frames of strangers."""
         self._context = zmq.Context(io_threads=1)
         self.socket = _socket(self._context, zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -154,10 +158,16 @@ class LeaderChannel:
         notes: list[Note | Join] = []
         while True:
             try:
-                _, frame = self.socket.recv_multipart(zmq.NOBLOCK)
+                sender, *parts = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return notes
-            notes.append(_decoded(_NOTES, frame))
+            member = self._names.get(sender)
+            if member is None:
+                self.bad_frames += 1
+                continue
+            if len(parts) != 1:
+                raise EngineError(f"member {member} of this unit sent a note of {len(parts)} parts")
+            notes.append(_decoded(_NOTES, parts[0]))
 
     def _broadcast(self, frame: bytes) -> None:
         for member in range(1, self._members):

@@ -13,6 +13,7 @@ from starlette.routing import Route as HttpRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton_core.errors import Reason, Verdict
+from baton_worker.api import worker_document
 from baton_worker.generate import GENERATE
 from baton_worker.http import INCARNATION_HEADER, failure
 from baton_worker.openai import CHAT, COMPLETION
@@ -48,6 +49,7 @@ def create_app(worker: Worker) -> FastAPI:
             HttpRoute("/generate", _endpoint(worker, GENERATE), methods=["POST", "PUT"]),
             HttpRoute("/v1/completions", _endpoint(worker, COMPLETION), methods=["POST"]),
             HttpRoute("/v1/chat/completions", _endpoint(worker, CHAT), methods=["POST"]),
+            HttpRoute("/openapi.json", _described, methods=["GET"]),
             *Ops(worker).routes(),
         ]
     )
@@ -76,6 +78,10 @@ class IncarnationHeader:
             await send(message)
 
         await self._app(scope, receive, send_with_header)
+
+
+async def _described(_request: HttpRequest) -> Response:
+    return Response(worker_document(), media_type="application/json")
 
 
 def _endpoint(worker: Worker, route: Route[Any]) -> Callable[[HttpRequest], Awaitable[Response]]:

@@ -75,7 +75,10 @@ class Past:
         told = len(self.tokens)
         if told >= sampling.max_new_tokens:
             raise ClientError(f"baton_continuation: {told} of at most {sampling.max_new_tokens} tokens are given")
-        return replace(sampling, seed=self.start.seed).after(told)
+        try:
+            return replace(sampling, seed=self.start.seed).after(told)
+        except ValueError as error:
+            raise ClientError(f"baton_continuation: {error}") from error
 
 
 class Scribe:

@@ -46,6 +46,7 @@ HELP = {
     "transfer_bytes_total": "Bytes of KV pages moved.",
     "transfer_seconds": "Time in which a finished share of a handoff had its pages touched.",
     "transfer_bytes_per_second": "Speed of a finished share of a handoff.",
+    "transfer_bad_frames_total": "What came in where pages come in and was no frame of a writer's, by way.",
     "transfer_failures_total": "Transfers that failed, by reason and way.",
 }
 

@@ -188,6 +188,8 @@ class Hub:
         self._heard_at: dict[int, Millis] = {}  # by node
         self._names: dict[int, bytes] = {}  # how the socket of each node calls itself
         self._all_here = asyncio.Event()
+        self.bad_frames = 0
+        """Messages that were none."""
         parallel, stall_ms = config.parallel, config.limits.loop_stall_ms
         self.ranks = [
             RemoteRank(parallel.place(rank), node, self, Progress(stall_ms, clock))
@@ -254,10 +256,13 @@ class Hub:
     async def _read(self) -> None:
         assert self._socket is not None, "read before open"
         while True:
-            sender, frame = await self._socket.recv_multipart()
+            sender, *parts = await self._socket.recv_multipart()
             try:
-                message = TO_HUB.decode(frame)
+                if len(parts) != 1:
+                    raise FrameError(f"a message of {len(parts)} parts")
+                message = TO_HUB.decode(parts[0])
             except FrameError as error:
+                self.bad_frames += 1
                 log.warning("nodes.bad_frame", error=str(error))
                 continue
             self._take(sender, message)

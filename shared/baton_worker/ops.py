@@ -323,7 +323,7 @@ class Ops:
         worker.metrics.gauge("app_live_requests", len(worker.streams))
         worker.metrics.gauge("rank_progress_age_seconds", worker.units.progress_age_ms / 1000)
         worker.metrics.gauge("ready", 0 if worker.unready() else 1)
-        worker.metrics.set_count("bad_frames_total", worker.units.bad_frames)
+        worker.metrics.set_count("bad_frames_total", worker.bad_frames)
         return Response(worker.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     async def debug_snapshot(self, _request: HttpRequest) -> Response:

@@ -233,6 +233,7 @@ ASKS_FOR_NOTHING: tuple[object, ...] = (None, False, "", [], {})
 """What a key that we do not know may say on OpenAI's routes."""
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ANYTHING = msgspec.json.Decoder()  # what was skipped before was not read: it may still be wrong
 _DECODERS: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
     body: msgspec.json.Decoder(body) for body in (GenerateBody, CompletionBody, ChatBody, Leg)
 }
@@ -244,9 +245,9 @@ def decode(raw: bytes, body: type[Body]) -> Body:
     others = {key: value for key, value in _decode(raw, _FIELDS).items() if key not in body.__struct_fields__}
     for key, value in others.items():
         if key in NO_OPS[body]:
-            _refuse_unless(key, msgspec.json.decode(value), NO_OPS[body][key])
+            _refuse_unless(key, _decode(value, _ANYTHING), NO_OPS[body][key])
         elif issubclass(body, OpenAIBody) and key not in INDIFFERENT:
-            if msgspec.json.decode(value) not in ASKS_FOR_NOTHING:
+            if _decode(value, _ANYTHING) not in ASKS_FOR_NOTHING:
                 raise ClientError(f"{key[:64]} is not a known parameter; leave it out")
     return decoded
 
@@ -271,7 +272,7 @@ def _refuse_unless(key: str, value: object, accepted: tuple[object, ...]) -> Non
         raise ClientError(f"{key} is not supported yet; leave it out")
 
 
-def _decode(raw: bytes, decoder: "msgspec.json.Decoder[Any]") -> Any:
+def _decode(raw: bytes | msgspec.Raw, decoder: "msgspec.json.Decoder[Any]") -> Any:
     try:
         return decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

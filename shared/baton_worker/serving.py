@@ -14,6 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from baton_core.limits import Millis
+from baton_io.http_guard import GuardedHttp
 
 log = structlog.get_logger()
 
@@ -98,7 +99,7 @@ async def serve(worker: Served, sites: Sequence[Site]) -> int:
 def _config(app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http="httptools",
+        http=GuardedHttp,
         ws="none",
         log_config=None,
         access_log=False,

@@ -103,6 +103,11 @@ class Worker:
         here = local_ranks(plan, materials.rank_command, self._context, clock, self._rank_said)
         self.units = Units(self.parallel, [*here, *(self._hub.ranks if self._hub else ())])
 
+    @property
+    def bad_frames(self) -> int:
+        """What came from ranks, or in where the nodes meet, and was no message."""
+        return self.units.bad_frames + (0 if self._hub is None else self._hub.bad_frames)
+
     # -- life
 
     async def start(self) -> None:

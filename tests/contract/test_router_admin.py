@@ -88,3 +88,23 @@ async def test_the_admin_routes_are_not_on_the_clients_port() -> None:
         assert (await w.client.get("/workers"))[0] == 404
         async with w.client.post(f"/workers/{w.decode[0].url}/drain") as response:
             assert response.status == 404
+
+
+async def test_a_body_that_is_no_worker_is_refused_whatever_is_in_it() -> None:
+    port = free_port()
+    async with world(admin_port=port) as w:
+        admin = admin_of(w, port)
+        bodies = (b"", b"{", b"\xff", b'{"url": NaN}', b'{"url": "\\ud800", "role": "decode"}', b"[" * 5_000, b"1e999")
+        for body in bodies:
+            async with admin.post("/workers", data=body) as response:
+                assert response.status in (400, 422), body
+                assert (await response.json())["error"]["message"]
+        async with admin.post("/workers", data=b" " * 70_000) as response:
+            assert response.status == 413
+        async with admin.session.get(f"{admin.url}/nothing") as response:
+            assert (response.status, (await response.json())["error"]["code"]) == (404, 404)
+
+
+async def test_what_is_told_to_all_workers_does_not_depend_on_the_clients_host_header() -> None:
+    async with world() as w, w.client.post("/flush_cache?a=%ff", headers={"host": "["}) as response:
+        assert response.status == 200

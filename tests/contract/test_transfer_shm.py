@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -346,3 +347,19 @@ def test_a_pool_on_a_device_is_read_run_by_run_through_its_staging() -> None:
     assert staged.span_bytes_max == 0
     offset = 3 * SHAPE.page_bytes + 64
     assert staged.view(offset, 128).tobytes() == on_host.view(offset, 128).tobytes()
+
+
+def test_a_writer_that_shuts_half_its_socket_costs_no_time_and_holds_its_pages_until_it_is_gone(pair: Pair) -> None:
+    """Once, its thread read nothing again and again, with all the time that a core has."""
+    pair.expect()
+    writer = ShmWriter(pair.receiver)
+    assert writer.asks() is Kind.GRANT
+    writer.stream.shutdown(socket.SHUT_WR)
+    pair.receiver.revoke(7, 1)
+    before_s = time.process_time()
+    quiet = threading.Event()
+    quiet.wait(0.3)
+    assert time.process_time() - before_s < 0.15
+    assert not pair.received().writers_stopped
+    writer.stream.close()
+    pair.bell.until(lambda: pair.received().writers_stopped, "its end frees the pages")

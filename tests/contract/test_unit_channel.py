@@ -131,3 +131,42 @@ def test_units_begin_rounds_together(tmp_path: Path) -> None:
     assert received(other.socket, lambda: list(other.begun()), 1) == [2]
     other.close()
     conductor.close()
+
+
+def test_what_strangers_say_to_the_log_is_counted_and_no_note(tmp_path: Path) -> None:
+    leader, member = gathered(tmp_path)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.connect(f"ipc://{tmp_path}/log")
+    messages = ([b""], [b"\0"], [b"a", b"b"], [b"\x05" + b"\x91" * 5_000])
+    for message in messages:
+        stranger.send_multipart(message)
+    while leader.bad_frames < len(messages):
+        assert leader.receive() == []
+    member.note(Idled(member=1))
+    assert received(leader.socket, leader.receive, 1) == [Idled(member=1)]
+    context.destroy(linger=0)
+    leader.close()
+    member.close()
+
+
+def test_what_strangers_say_to_the_rounds_is_counted_and_begins_none(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/rounds"
+    conductor, unit = ConductorRounds(address, 2), UnitRounds(address, 1)
+    joining = threading.Thread(target=unit.gather, args=(GATHER_MS,))
+    joining.start()
+    conductor.gather(GATHER_MS)
+    joining.join()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.connect(address)
+    messages = ([b"w", b"0"], [b"w"], [b"o", b"x"], [b"o", b"9" * 9_000], [b"", b"", b"", b""])
+    for message in messages:
+        stranger.send_multipart(message)
+    while conductor.bad_frames < len(messages):
+        assert conductor.begun() == []
+    unit.want()
+    assert received(conductor.socket, conductor.begun, 1) == [1]
+    context.destroy(linger=0)
+    conductor.close()
+    unit.close()

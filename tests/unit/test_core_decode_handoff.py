@@ -17,7 +17,7 @@ from baton_core.events import (
     Resolved,
     StopHere,
 )
-from baton_core.messages import Hello, NotYet, Rejected, RoomFailed
+from baton_core.messages import Hello, MetadataRow, NotYet, Rejected, RoomFailed
 from unit.cores import (
     ACCEPTED,
     GONE,
@@ -164,6 +164,14 @@ def test_accepted_requests_wait_in_order_for_pages_and_rows() -> None:
     bench.step(Abort(rid="a", verdict=GONE))
     bench.step(polled("a", poll=KVPoll.Failed, writers_stopped=True))
     assert bench.free == 6
+
+
+@pytest.mark.parametrize("wrong", [row(token=-1), row(token=97), row(cached_tokens=2**31), row(cached_tokens=1_000)])
+def test_a_row_with_a_token_or_a_count_that_cannot_be_is_corruption_and_reaches_no_step(wrong: MetadataRow) -> None:
+    bench = decode(vocab_size=97)
+    transferring(bench)
+    assert ends(bench.step(polled(row=wrong))) == [("r", Reason.METADATA_CORRUPT)]
+    assert bench.core.plan() is None
 
 
 @pytest.mark.parametrize("wrong", [None, row(attempt=2), row(room=5)])

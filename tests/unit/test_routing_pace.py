@@ -38,6 +38,16 @@ def test_whoever_would_wait_too_long_is_refused_and_told_by_how_much() -> None:
     assert pace.too_long_by_ms(20_000) == 0
 
 
+def test_nonsense_that_the_workers_refuse_at_once_does_not_look_like_a_fleet_that_stands_still() -> None:
+    pace = Pace(longest_ms=2_000)
+    served(pace, every_ms=10, since_ms=0, requests=200, behind=0)
+    for at_ms in range(2_000, 60_000, 2):
+        pace.begin(17_000, at_ms).refused(at_ms + 2)
+    for _ in range(FREE_WAITERS + 1):
+        pace.begin(TOKENS, 60_000)
+    assert pace.too_long_by_ms(60_000) == 0
+
+
 def test_a_few_may_always_wait_however_slow_it_is() -> None:
     pace = Pace(longest_ms=1)
     served(pace, every_ms=60_000, since_ms=0, requests=50, behind=FREE_WAITERS - 1)

@@ -18,6 +18,7 @@ from baton_bootstrap.config import BootstrapConfig
 from baton_core.limits import Millis
 from baton_core.registry import RegistryTable
 from baton_io.config import describe, load
+from baton_io.http_guard import GuardedHttp
 from baton_io.logs import configure_logs
 from baton_io.registry_routes import RegistryRoutes, health_probe
 from baton_io.registry_store import OwnStore, Store
@@ -67,6 +68,7 @@ async def serve(config: BootstrapConfig, token: str | None, store: Store) -> Non
             app,
             host=config.host,
             port=config.port,
+            http=GuardedHttp,
             log_config=None,
             access_log=False,
             lifespan="off",

@@ -33,6 +33,7 @@ def build(materials: Materials) -> Parts:
         fingerprint=materials.fingerprint,
         layout=materials.layout,
         pp_size=materials.parallel.pp,
+        vocab_size=materials.engine.config.vocab,
     )
     side = DecodeSide(
         _receiver(materials),

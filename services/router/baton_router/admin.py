@@ -12,18 +12,22 @@ A url in a path is percent-encoded (http%3A%2F%2F10.0.0.1%3A8100) or stands as i
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any, Literal
+from typing import Any
 
+import msgspec
 import uvicorn
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
-from pydantic import BaseModel
+from starlette.exceptions import HTTPException
 
 from baton_core.errors import Reason, Verdict
 from baton_core.routing.workers import Role, Worker, in_flight_of
+from baton_io.http_guard import GuardedHttp
+from baton_router.api import NewWorker, admin_document
 from baton_router.config import check_url
 from baton_router.directory import Directory
-from baton_router.failures import envelope
+from baton_router.exchange import ClientGone, Refused, read_body
+from baton_router.failures import CLIENT_GONE_STATUS, envelope
 
 SOURCE = "operators"
 PAGE_HEADERS = {
@@ -33,11 +37,11 @@ PAGE_HEADERS = {
 """The page runs and loads nothing, whatever a worker may have put into its words."""
 
 
-class NewWorker(BaseModel):
-    """Body of `POST /workers`."""
+BODY_BYTES_MAX = 64 * 1024
 
-    url: str
-    role: Literal["prefill", "decode"]
+
+# FastAPI's own reading knows no limit, and puts what is wrong into an answer that cannot always be written.
+_NEW_WORKER = msgspec.json.Decoder(NewWorker)
 
 
 def shown(directory: Directory, worker: Worker) -> dict[str, Any]:
@@ -66,6 +70,14 @@ def shown(directory: Directory, worker: Worker) -> dict[str, Any]:
     } | ({"ranks": ranks} if ranks else {})
 
 
+async def http_error(_request: Request, error: Exception) -> Response:
+    """Unknown paths and methods, in the envelope of every other error."""
+    assert isinstance(error, HTTPException)
+    verdict = Verdict(reason=Reason.INVALID_REQUEST, text=str(error.detail))
+    body = envelope(verdict, error.status_code)
+    return Response(body, error.status_code, headers=dict(error.headers or {}), media_type="application/json")
+
+
 class Admin:
     """The handlers."""
 
@@ -77,11 +89,19 @@ class Admin:
         directory = self._directory
         return JSONResponse({"workers": [shown(directory, worker) for worker in directory.all()]})
 
-    async def add(self, new: NewWorker) -> Response:
+    async def add(self, request: Request) -> Response:
         """POST /workers."""
         try:
+            body = await read_body(dict(request.scope["headers"]), request.receive, BODY_BYTES_MAX)
+            new = _NEW_WORKER.decode(body)
             check_url("url", new.url)
-        except ValueError as error:
+        except Refused as refused:
+            return _error(refused.failure.status, str(refused))
+        except ClientGone:
+            return Response(status_code=CLIENT_GONE_STATUS)
+        except msgspec.ValidationError as error:
+            return _error(422, str(error))
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # no JSON, or no address
             return _error(400, str(error))
         self._directory.add(SOURCE, Role(new.role), new.url)
         return JSONResponse({"url": new.url, "role": new.role}, 201)
@@ -106,8 +126,13 @@ def admin_app(directory: Directory, status_page: Callable[[], str]) -> FastAPI:
     async def page() -> Response:
         return HTMLResponse(status_page(), headers=PAGE_HEADERS)
 
-    app = FastAPI(title="Baton router, admin", docs_url=None, redoc_url=None)
+    async def described() -> Response:
+        return Response(admin_document(), media_type="application/json")
+
+    app = FastAPI(title="Baton router, admin", openapi_url=None, docs_url=None, redoc_url=None)
+    app.add_exception_handler(HTTPException, http_error)
     app.add_api_route("/", page, methods=["GET"])
+    app.add_api_route("/openapi.json", described, methods=["GET"])
     app.add_api_route("/workers", admin.workers, methods=["GET"])
     app.add_api_route("/workers", admin.add, methods=["POST"])
     app.add_api_route("/workers/{url:path}/drain", admin.drain, methods=["POST"])
@@ -131,7 +156,9 @@ async def serving_admin(app: FastAPI, host: str, port: int | None) -> AsyncItera
     if port is None:
         yield
         return
-    config = uvicorn.Config(app, host=host, port=port, access_log=False, log_config=None, timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        app, host=host, port=port, http=GuardedHttp, access_log=False, log_config=None, timeout_graceful_shutdown=1
+    )
     server = _Guest(config)
     task = asyncio.create_task(server.serve())
     try:

@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -26,7 +27,8 @@ from baton_core.routing.ranks import DpMode
 from baton_core.routing.workers import Role, in_flight_of, load_of
 from baton_io.registry_token import read_token
 from baton_io.tracing import Tracing, open_tracing
-from baton_router.admin import admin_app, serving_admin, shown
+from baton_router.admin import admin_app, http_error, serving_admin, shown
+from baton_router.api import router_document
 from baton_router.calls import RoadSettings
 from baton_router.client import HttpUpstream
 from baton_router.config import RouterConfig, parse_address
@@ -37,7 +39,7 @@ from baton_router.dispatch import Dispatch
 from baton_router.door import Door
 from baton_router.exchange import ClientGone, Receive, Refused, Scope, Send, read_body
 from baton_router.facts import needs_of
-from baton_router.failures import Failure, envelope, own_failure
+from baton_router.failures import Failure, own_failure
 from baton_router.keys import parse_keys
 from baton_router.metrics import GENERATING_ROUTES, RouterMetrics, TargetFigures
 from baton_router.probe import Prober
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 
 FAN_OUT_MS: Millis = 10_000
 FAN_OUT_BODY_BYTES_MAX = 64 * 1024
+QUERY_SAFE = "%!$&'()*+,;=:@/?-._~"
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Watch = Callable[[], Coroutine[Any, Any, None]]
@@ -175,9 +178,11 @@ class Control:
             return _answer(refused.failure)
         except ClientGone:
             return Response(status_code=499)
-        query = f"?{request.url.query}" if request.url.query else ""
+        # Not of `request.url`, which is made of the client's host header, too.
+        path, query = request.scope["path"], request.scope["query_string"].decode("latin-1")
+        target = f"{path}?{quote(query, safe=QUERY_SAFE)}" if query else path
         workers = self._directory.all()
-        told = await asyncio.gather(*(self._tell(worker.url + request.url.path + query, body) for worker in workers))
+        told = await asyncio.gather(*(self._tell(worker.url + target, body) for worker in workers))
         statuses = {worker.url: status for worker, status in zip(workers, told, strict=True)}
         return JSONResponse({"workers": statuses}, max(statuses.values(), default=200))
 
@@ -361,7 +366,7 @@ def _front(dispatch: AsgiApp, control: AsgiApp) -> AsgiApp:
 
 
 def _control_app(control: Control) -> FastAPI:
-    app = FastAPI(title="Baton router", lifespan=control.lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Baton router", lifespan=control.lifespan, openapi_url=None, docs_url=None, redoc_url=None)
     for path, endpoint in (
         ("/health", control.health),
         ("/ready", control.ready),
@@ -369,20 +374,17 @@ def _control_app(control: Control) -> FastAPI:
         ("/get_server_info", control.server_info),
         ("/v1/models", control.models),
         ("/metrics", control.metrics),
+        ("/openapi.json", _described),
     ):
         app.add_api_route(path, endpoint, methods=["GET"])
     for path in ("/flush_cache", "/abort_request"):
         app.add_api_route(path, control.fan_out, methods=["POST"])
-    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(HTTPException, http_error)
     return app
 
 
-async def _http_error(_request: Request, error: Exception) -> Response:
-    """Unknown paths and methods, in the envelope of every other error."""
-    assert isinstance(error, HTTPException)
-    verdict = Verdict(reason=Reason.INVALID_REQUEST, text=str(error.detail))
-    body = envelope(verdict, error.status_code)
-    return Response(body, error.status_code, headers=dict(error.headers or {}), media_type="application/json")
+async def _described() -> Response:
+    return Response(router_document(), media_type="application/json")
 
 
 def _answer(failure: Failure) -> Response:

@@ -26,7 +26,7 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 def asks_for_scores(route: str, fields: Mapping[str, msgspec.Raw]) -> bool:
     """Whether the answer to this request has logprobs of the prompt to be merged."""
     asked = fields.get("return_logprob")
-    return route == MERGED_ROUTE and asked is not None and msgspec.json.decode(asked) is True
+    return route == MERGED_ROUTE and asked is not None and bytes(asked) == b"true"
 
 
 def scores_in(body: bytes, *, is_event_stream: bool) -> Scores | None:

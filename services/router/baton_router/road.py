@@ -167,6 +167,8 @@ class Road:
         attempt = Attempt(pair, call, upstream=self._upstream, directory=self._directory, waiter=waiter)
         try:
             outcome = await attempt.outcome()
+            if waiter is not None and isinstance(outcome, Failure) and outcome.is_root_cause:
+                waiter.refused(asyncio.get_running_loop().time() * 1000)
             if isinstance(outcome, FirstBytes) and call.wants_scores:
                 outcome = await self._scored(trip, attempt, outcome)
             elif isinstance(outcome, FirstBytes) and call.continues and _is_new(outcome):

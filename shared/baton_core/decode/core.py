@@ -60,6 +60,7 @@ class DecodeCore:
         fingerprint: str,
         layout: UnitLayout,
         pp_size: int = 1,
+        vocab_size: int | None = None,
     ) -> None:
         self.limits = limits
         self.page_tokens = layout.page_tokens
@@ -73,7 +74,7 @@ class DecodeCore:
         self.prealloc = DecodePreallocQueue(
             self.ledger, self.reentry, layout=layout, fingerprint=fingerprint, pp_size=pp_size
         )
-        self.transfer = DecodeTransferQueue(self.ledger, self.reentry, self.page_tokens)
+        self.transfer = DecodeTransferQueue(self.ledger, self.reentry, self.page_tokens, vocab_size)
         self.batch = DecodeBatch(self.ledger, self.memory, pp_size)
         self.line = PageLine(self.ledger, self.memory, self.prealloc, self.transfer, self.batch)
         self.paused: PauseMode | None = None

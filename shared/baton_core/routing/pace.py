@@ -62,7 +62,7 @@ class Pace:
 
 
 class Waiter:
-    """One request that waits for its first token. `came` or `gave_up` must follow; what is said later changes nothing."""
+    """One request that waits for its first token. `came`, `refused` or `gave_up` must follow; later words change nothing."""
 
     def __init__(self, pace: Pace, tokens: int) -> None:
         self._pace: Pace | None = pace
@@ -70,6 +70,13 @@ class Waiter:
 
     def came(self, now_ms: float) -> None:
         """The first token came."""
+        self._leave(now_ms, came=True)
+
+    def refused(self, now_ms: float) -> None:
+        """Its workers said what is wrong with it: it is dealt with, and says nothing against their pace.
+
+        Else whoever sends enough nonsense would have the fleet look like one that stands still.
+        """
         self._leave(now_ms, came=True)
 
     def gave_up(self, now_ms: float) -> None:

@@ -258,6 +258,11 @@ class AttemptTable:
                 self._when_grace_ends()
         self._poke()
 
+    def nonsense(self, way: str) -> None:
+        """Something that no writer says came in; it is counted, and whoever said it alone suffers."""
+        with self._lock:
+            self._tally.nonsense(way)
+
     def carrier_lost(self, carrier: object, text: str) -> None:
         """A stream ended: what it carried and had not finished fails."""
         with self._lock:

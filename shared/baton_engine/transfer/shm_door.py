@@ -39,12 +39,14 @@ from baton_engine.transfer.shm_wire import (
     parse_hello,
     refusal,
     require_trusted,
+    says_no_more,
 )
 
 log = structlog.get_logger(__name__)
 
 GREETING_TIMEOUT_S = 5.0
 CONNECTIONS_MAX = 1_024
+HALF_CLOSED_LOOK_MS = 500
 SOCKET_SUFFIX = ".kv"
 
 
@@ -153,6 +155,7 @@ class ShmDoor:
             socket.send_fds(stream, [self._welcome], list(self._descriptors))
             stream.settimeout(None)
         except OSError as error:
+            self._table.nonsense(self.name)
             log.info("transfer.stranger", text=str(error))
             with contextlib.suppress(OSError):
                 stream.send(refusal(str(error)), socket.MSG_DONTWAIT)
@@ -172,11 +175,20 @@ class ShmDoor:
                 return  # our own end: it says nothing about the writer
             if raw:
                 self._hear(writer, raw)
-            elif hung_up(writer.stream):
+            elif hung_up(writer.stream) or (says_no_more(writer.stream) and self._outlived(writer)):
                 self._gone(writer)
                 return
-            else:
+            elif not self._closing:
+                self._table.nonsense(self.name)
                 log.warning("transfer.bad_frame", writer=writer.name, text="empty")
+
+    def _outlived(self, writer: _Writer) -> bool:
+        """Wait for the end of a writer that can say nothing any more but lives; False where this end closes first."""
+        log.warning("transfer.half_closed", writer=writer.name)
+        while not self._closing:
+            if hung_up(writer.stream, HALF_CLOSED_LOOK_MS):
+                return True
+        return False
 
     def _gone(self, writer: _Writer) -> None:
         """The writer and its mapping are no more."""
@@ -191,6 +203,7 @@ class ShmDoor:
         try:
             frame = Frame.unpack(raw)
         except ValueError as error:
+            self._table.nonsense(self.name)
             log.warning("transfer.bad_frame", writer=writer.name, text=str(error))
             return
         if frame.kind is Kind.BEGIN:

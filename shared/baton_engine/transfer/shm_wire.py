@@ -174,8 +174,15 @@ def require_trusted(stream: socket.socket) -> None:
         raise WireError(f"the process at the other end runs as user {uid}, this one as {os.geteuid()}")
 
 
-def hung_up(stream: socket.socket) -> bool:
-    """Whether the other end is closed for good: its process closed every copy of the socket, or died."""
+def hung_up(stream: socket.socket, wait_ms: int = 0) -> bool:
+    """Whether the other end is closed for good, or is within `wait_ms`: its process closed every copy of it, or died."""
     poller = select.poll()
     poller.register(stream, 0)
-    return any(event & select.POLLHUP for _, event in poller.poll(0))
+    return any(event & select.POLLHUP for _, event in poller.poll(wait_ms))
+
+
+def says_no_more(stream: socket.socket) -> bool:
+    """Whether the other end has shut its half down: what is read from it is empty from now on, for ever."""
+    poller = select.poll()
+    poller.register(stream, select.POLLRDHUP)
+    return any(event & select.POLLRDHUP for _, event in poller.poll(0))

@@ -18,11 +18,16 @@ class Tally:
     def __init__(self) -> None:
         self._bytes: Counter[str] = Counter()
         self._failures: Counter[tuple[str, Reason]] = Counter()
+        self._bad_frames: Counter[str] = Counter()
         self._shares: deque[tuple[str, int, float]] = deque(maxlen=SHARES_MAX)
 
     def moved(self, way: str, nbytes: int) -> None:
         """So many more bytes are there."""
         self._bytes[way] += nbytes
+
+    def nonsense(self, way: str) -> None:
+        """Something came that no writer says."""
+        self._bad_frames[way] += 1
 
     def failed(self, way: str, reason: Reason) -> None:
         """An attempt failed."""
@@ -37,6 +42,7 @@ class Tally:
         keys = {(way, reason) for way in WAYS for reason in REASONS} | self._failures.keys()
         return {
             **{f"transfer_bytes_total{{way={way}}}": self._bytes[way] for way in WAYS[:-1]},
+            **{f"transfer_bad_frames_total{{way={way}}}": self._bad_frames[way] for way in WAYS[:-1]},
             **{
                 f"transfer_failures_total{{reason={reason.name.lower()},way={way}}}": self._failures[way, reason]
                 for way, reason in sorted(keys)

@@ -37,6 +37,7 @@ from baton_engine.transfer.tcp_wire import (
     AnswerKind,
     FrameKind,
     Piece,
+    StreamOver,
     WireError,
     receive_exactly,
     receive_into,
@@ -121,6 +122,9 @@ class TcpDoor:
                 self._frame(stream, writer)
         except (OSError, ValueError, struct.error) as error:
             text = f"the connection ended: {error}"
+            if not isinstance(error, OSError) or (isinstance(error, WireError) and not isinstance(error, StreamOver)):
+                self._table.nonsense(self.name)
+                log.warning("transfer.bad_frame", text=str(error))
         finally:
             with self._lock:
                 self._streams.discard(stream)

@@ -54,6 +54,10 @@ class WireError(ConnectionError):
     """The stream is not what it should be; the connection ends."""
 
 
+class StreamOver(WireError):
+    """The other end closed the stream."""
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """`nbytes` of target page number `ordinal` (in prompt order), from `offset` on."""
@@ -64,7 +68,7 @@ class Piece:
 
 
 def receive_exactly(stream: socket.socket, nbytes: int) -> bytes:
-    """`nbytes` from the stream. Raises WireError at end of stream."""
+    """`nbytes` from the stream. Raises StreamOver at its end."""
     buffer = bytearray(nbytes)
     receive_into(stream, [memoryview(buffer)])
     return bytes(buffer)
@@ -76,7 +80,7 @@ def receive_into(stream: socket.socket, targets: Sequence[memoryview]) -> None:
     while left:
         got = stream.recvmsg_into(left)[0]
         if got == 0:
-            raise WireError("the peer closed the connection")
+            raise StreamOver("the peer closed the connection")
         left = _advance(left, got)
 
 
