@@ -53,6 +53,7 @@ class Hello(_RoomMessage):
 
     def __post_init__(self) -> None:
         _RoomMessage.__post_init__(self)
+        self._require_short(self.fingerprint, self.layout)
         if self.again is not None and not self._fits(self.again):
             raise ValueError(
                 f"room {self.room} attempt {self.attempt}: the request that comes along is not of this hello"
@@ -65,10 +66,6 @@ class Hello(_RoomMessage):
         if again.rejected is not None or len(prompt) != self.prompt_tokens:
             return False
         return bool(prompt) and min(prompt) >= 0 and max(prompt) <= TOKEN_MAX
-
-    def __post_init__(self) -> None:
-        _RoomMessage.__post_init__(self)
-        self._require_short(self.fingerprint, self.layout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.exceptions import HTTPException
 
 from baton_core.errors import Reason, Verdict
+from baton_core.limits import Millis
 from baton_core.routing.workers import Role, Worker, in_flight_of
 from baton_io.http_guard import GuardedHttp
 from baton_router.api import NewWorker, admin_document
@@ -38,6 +39,7 @@ PAGE_HEADERS = {
 
 
 BODY_BYTES_MAX = 64 * 1024
+BODY_SILENCE_MS: Millis = 10_000
 
 
 # FastAPI's own reading knows no limit, and puts what is wrong into an answer that cannot always be written.
@@ -92,7 +94,7 @@ class Admin:
     async def add(self, request: Request) -> Response:
         """POST /workers."""
         try:
-            body = await read_body(dict(request.scope["headers"]), request.receive, BODY_BYTES_MAX)
+            body = await read_body(dict(request.scope["headers"]), request.receive, BODY_BYTES_MAX, BODY_SILENCE_MS)
             new = _NEW_WORKER.decode(body)
             check_url("url", new.url)
         except Refused as refused:
