@@ -113,8 +113,8 @@ HEAD_BYTES_MAX = 64 * 1024
 """Head of an HTTP request, beside what one read brings; also of a chunk's extensions and of trailers (431)."""
 HEAD_MS: Millis = 10_000
 """From the first byte of a request to the end of its head (408)."""
-BODY_STALL_MS: Millis = 30_000
-"""Between two bytes of a body; then the client counts as gone."""
+BODY_STALL_MS: Millis = 120_000
+"""Between two bytes of a body; then the client counts as gone. The router says 408 before that (client_silence_ms)."""
 PROMPT_LOGPROBS_MAX = 1 << 17
 """Logprobs of a prompt's tokens and of the likeliest beside them, all together: as many as are put into words in about
 50 ms, for which nothing else of this worker moves."""

@@ -165,6 +165,7 @@ async def test_who_would_wait_too_long_for_a_first_token_is_told_so_before_any_w
         seen = len(w.decode[0].received)
         waiting = [asyncio.create_task(status_of(w)) for _ in range(FREE_WAITERS + 1)]
         async with asyncio.timeout(5):
+            # The wait comes first: who asks nobody lets nobody else get on.
             while await expected_wait_s(w) < 0.2 or len(w.decode[0].received) < seen + len(waiting):
                 pass
         async with w.client.post(json={"text": "x"}) as response:

@@ -38,8 +38,8 @@ PAGE_HEADERS = {
 """The page runs and loads nothing, whatever a worker may have put into its words."""
 
 
-SILENCE_MS: Millis = 10_000
 BODY_BYTES_MAX = 64 * 1024
+BODY_SILENCE_MS: Millis = 10_000
 
 
 # FastAPI's own reading knows no limit, and puts what is wrong into an answer that cannot always be written.
@@ -94,7 +94,7 @@ class Admin:
     async def add(self, request: Request) -> Response:
         """POST /workers."""
         try:
-            body = await read_body(dict(request.scope["headers"]), request.receive, BODY_BYTES_MAX, SILENCE_MS)
+            body = await read_body(dict(request.scope["headers"]), request.receive, BODY_BYTES_MAX, BODY_SILENCE_MS)
             new = _NEW_WORKER.decode(body)
             check_url("url", new.url)
         except Refused as refused:

@@ -82,8 +82,8 @@ class DecodeTransferQueue:
             return f"holds room {row.room} attempt {row.attempt}"
         if row.first_token < 0 or (self._vocab_size is not None and row.first_token >= self._vocab_size):
             return f"holds token {row.first_token}, and there are {self._vocab_size or 'no such'}"
-        if not 0 <= row.cached_tokens <= len(req.request.prompt):
-            return f"says that {row.cached_tokens} of {len(req.request.prompt)} tokens were cached"
+        if not 0 <= row.cached_tokens <= req.known:
+            return f"says that {row.cached_tokens} of {req.known} tokens were cached"
         return None
 
     def _watch_gate(self, req: Handoff, progress: int, now: Millis) -> None:
