@@ -121,7 +121,7 @@ async def test_where_prefill_does_not_help_decode_goes_on_alone_with_the_same_te
 
         async def empty() -> bool:
             gauges = told(decode, "gauges")
-            return gauges["pages_free"] == gauges["pages"] and gauges["live_requests"] == 0
+            return gauges["pages_spare"] == gauges["pages"] and gauges["live_requests"] == 0
 
         await eventually(empty, f"all pages are free: {gauges}")
     finally:

@@ -21,12 +21,23 @@ def test_the_wait_is_what_stands_before_it_over_the_rate() -> None:
     assert abs(pace.expected_ms(20_000) - 30 * 100) < 300
 
 
-def test_a_prompt_weighs_what_its_tokens_do() -> None:
+def test_a_few_long_prompts_among_short_ones_do_not_look_like_a_fleet_that_stands_still() -> None:
     pace = Pace(longest_ms=10_000)
-    served(pace, every_ms=100, since_ms=0, requests=200, behind=29)
-    before_ms = pace.expected_ms(20_000)
-    pace.begin(30 * TOKENS, 20_000)
-    assert abs(pace.expected_ms(20_000) - 2 * before_ms) < 1
+    short = [pace.begin(1, 0) for _ in range(200)]
+    for number, waiter in enumerate(short):
+        waiter.came(100 * (number + 1))
+    for _ in range(FREE_WAITERS + 1):
+        pace.begin(3_000, 20_000)
+    assert pace.expected_ms(20_000) < 1_200
+
+
+def test_many_short_prompts_behind_long_ones_wait_for_their_tokens_only() -> None:
+    pace = Pace(longest_ms=10_000)
+    for number in range(20):
+        pace.begin(3_000, 3_000 * number).came(3_000 * (number + 1))
+    for _ in range(100):
+        pace.begin(30, 60_000)
+    assert pace.expected_ms(60_000) < 3_500
 
 
 def test_whoever_would_wait_too_long_is_refused_and_told_by_how_much() -> None:
@@ -71,10 +82,10 @@ def test_a_fleet_that_stands_still_takes_no_more_and_takes_them_again_when_it_go
     pace = Pace(longest_ms=5_000)
     waiters = served(pace, every_ms=10, since_ms=0, requests=500, behind=29)
     assert pace.too_long_by_ms(5_000) == 0
-    assert pace.too_long_by_ms(65_000) > 0
+    assert pace.too_long_by_ms(125_000) > 0
     for number, waiter in enumerate(waiters):
-        waiter.came(65_000 + 10 * number)
-    assert pace.too_long_by_ms(65_300) == 0
+        waiter.came(125_000 + 10 * number)
+    assert pace.too_long_by_ms(125_300) == 0
 
 
 def test_what_is_said_of_a_waiter_twice_counts_once() -> None:

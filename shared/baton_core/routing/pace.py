@@ -1,13 +1,14 @@
 """How fast first tokens come, and so how long one more request would wait for its own. Pure.
 
-The router counts who waits for a first token, and how many prompt tokens came through lately; by Little's law their
-quotient is the wait. Whatever is short, prefill's time or decode's pages, shows in it. A request that would wait too long
-is better told so at once than served when nobody listens any more.
+The router counts who waits for a first token, and what came through lately; by Little's law their quotient is the wait.
+Whatever is short, prefill's time or decode's pages, shows in it. Requests and prompt tokens are counted apart, and the
+shorter of the two waits is believed: a few long prompts among short ones must not look like a fleet that stands still.
+A request that would wait too long is better told so at once than served when nobody listens any more.
 """
 
 from baton_core.limits import Millis
 
-HALF_LIFE_MS: Millis = 4_000
+HALF_LIFE_MS: Millis = 15_000
 """Of what is remembered about the rate."""
 FREE_WAITERS = 8
 """So few may always wait: too few to judge by, and what keeps a fleet that stands still from refusing for ever."""
@@ -20,7 +21,8 @@ class Pace:
         self.longest_ms = longest_ms
         self._at_ms = 0.0
         self._busy_ms = 0.0  # of late, while somebody waited
-        self._came_tokens = 0.0  # of late: prompts whose first token came
+        self._came = 0.0  # of late: requests whose first token came
+        self._came_tokens = 0.0  # likewise, of their prompts
         self.waiting = 0
         self._waiting_tokens = 0
 
@@ -35,9 +37,9 @@ class Pace:
     def expected_ms(self, now_ms: float) -> float:
         """How long one more request would wait for its first token behind those that do; 0 while too few are known."""
         self._advance(now_ms)
-        if self.waiting <= FREE_WAITERS or not self._came_tokens:
+        if self.waiting <= FREE_WAITERS or not self._came:
             return 0.0
-        return self._waiting_tokens * self._busy_ms / self._came_tokens
+        return self._busy_ms * min(self.waiting / self._came, self._waiting_tokens / self._came_tokens)
 
     def too_long_by_ms(self, now_ms: float) -> float:
         """By how much that is beyond what anybody should wait: above 0 a new request is refused."""
@@ -49,6 +51,7 @@ class Pace:
         self.waiting -= 1
         self._waiting_tokens -= tokens
         if came:
+            self._came += 1
             self._came_tokens += tokens
 
     def _advance(self, now_ms: float) -> None:
@@ -58,6 +61,7 @@ class Pace:
         if self.waiting:
             kept: float = 0.5 ** (passed_ms / HALF_LIFE_MS)
             self._busy_ms = self._busy_ms * kept + passed_ms
+            self._came *= kept
             self._came_tokens *= kept
 
 
