@@ -39,11 +39,11 @@ def test_pages_of_a_failed_rebootstrap_that_are_free_at_once_are_noticed(monkeyp
 
     def leave_remains(self: Reentry, req: Handoff, *rest: Any) -> None:
         ledger: Ledger = self._ledger
-        pages = req.pages
+        shared, own = req.pages[: len(req.shared)], req.pages[len(req.shared) :]
         real(self, req, *rest)
         remains = list(ledger.live.values())[-1]
-        remains.pages = ()
-        ledger.pool.release(pages)
+        remains.pages = shared
+        ledger.pool.release(own)
 
     monkeypatch.setattr(Reentry, "_leave_remains", leave_remains)
     caught(0, "law of pages", "tokens")
