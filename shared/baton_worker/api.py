@@ -44,7 +44,10 @@ OPERATIONS = (
     ),
     *(
         Operation(
-            method=method, path="/flush_cache", summary="Empty the cache", answers={"200": (TEXT,), "400": (TEXT,)}
+            method=method,
+            path="/flush_cache",
+            summary="Empty the cache",
+            answers={"200": (TEXT,), "400": (TEXT,), "503": (JSON,)},
         )
         for method in ("GET", "POST")
     ),
@@ -62,9 +65,14 @@ OPERATIONS = (
         summary="Compute nothing until told otherwise",
         body=PauseBody,
         body_is_required=False,
-        answers={"200": (JSON,), "4XX": (JSON,)},
+        answers={"200": (JSON,), "4XX": (JSON,), "503": (JSON,)},
     ),
-    Operation(method="POST", path="/continue_generation", summary="Compute again"),
+    Operation(
+        method="POST",
+        path="/continue_generation",
+        summary="Compute again",
+        answers={"200": (JSON,), "409": (JSON,), "503": (JSON,)},
+    ),
     Operation(method="POST", path="/drain", summary="Take no more requests"),
     Operation(method="GET", path="/metrics", summary="Prometheus' text format", answers={"200": (TEXT,)}),
     Operation(method="GET", path="/debug/snapshot", summary="The numbers as of now", answers=_STATE),

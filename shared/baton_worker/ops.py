@@ -64,6 +64,7 @@ class Ops:
         self._started_at = time.time()
         self._dp_size = worker.parallel.dp
         self._gateway_gauges = GatewayGauges(worker)
+        self._words = 0  # pauses and their ends so far: the last one holds
 
     def routes(self) -> list[Route]:
         """Every route of this file."""
@@ -236,14 +237,14 @@ class Ops:
         worker, body = self._worker, await self._control_body(request, PauseBody)
         if isinstance(body, Response):
             return body
-        worker.units.tell_all(Pause(mode=body.mode))
+        word = self._say(Pause(mode=body.mode))
         busy = BUSY_QUEUES if body.mode is PauseMode.RETRACT and worker.role is Role.DECODE else ()
 
         def rests(gauges: Gauges) -> bool:
             held = sum(gauges.get(f"queue_requests{{queue={queue}}}", 0) for queue in busy)
             return gauges.get("paused", 1) == 1 and not gauges.get("running_steps") and not held
 
-        late = await self._settled(rests)
+        late = await self._settled(rests, word)
         return late or json_response({"message": "Generation paused successfully.", "status": "ok"})
 
     async def _control_body(self, request: HttpRequest, kind: type[Body]) -> Body | Response:
@@ -260,16 +261,29 @@ class Ops:
 
     async def continue_generation(self, _request: HttpRequest) -> Response:
         """Compute again."""
-        self._worker.units.tell_all(Continue())
-        late = await self._settled(lambda gauges: gauges.get("paused", 0) == 0)
+        word = self._say(Continue())
+        late = await self._settled(lambda gauges: gauges.get("paused", 0) == 0, word)
         return late or json_response({"message": "Generation continued successfully.", "status": "ok"})
 
-    async def _settled(self, holds: Callable[[Gauges], bool]) -> Response | None:
-        """Wait until it is so on every rank, for the longest step at most; the answer to say that it is not."""
+    def _say(self, what: Pause | Continue) -> int:
+        """Tell all units; the number of this word."""
+        self._worker.units.tell_all(what)
+        self._words += 1
+        return self._words
+
+    async def _settled(self, holds: Callable[[Gauges], bool], word: int = 0) -> Response | None:
+        """Wait until it is so on every rank, for the longest step at most; the answer to say that it is not.
+
+        What word number `word` asks for may never be so once a later word was said: that is a 409, at once.
+        """
         worker, longest_ms = self._worker, self._worker.limits.step_ms
         try:
             async with asyncio.timeout(longest_ms / 1000):
-                while not all(holds(one.gauges) for one in await worker.fresh_snapshots(longest_ms)):  # noqa: ASYNC110 - asked, not told
+                while not all(holds(one.gauges) for one in await worker.fresh_snapshots(longest_ms)):
+                    if word and word != self._words:
+                        text = "a later pause or continuation was asked for meanwhile, and holds"
+                        verdict = Verdict(reason=Reason.INVALID_REQUEST, text=text)
+                        return failure(verdict, worker.limits, status=409)
                     await asyncio.sleep(SETTLE_PAUSE_S)
         except TimeoutError:
             late = Overloaded(f"the schedulers were told, but have not done so within {longest_ms} ms")

@@ -8,7 +8,7 @@ import pytest
 import uvloop
 
 from baton_router.client import HttpUpstream
-from baton_router.upstream import UpstreamLost, UpstreamRefused, read_all
+from baton_router.upstream import UpstreamError, UpstreamLost, UpstreamRefused, read_all
 from contract.fake_workers import free_port
 
 
@@ -246,3 +246,15 @@ async def test_what_was_held_back_can_be_read_after_the_connection_is_gone() -> 
         with pytest.raises(UpstreamLost, match="within the answer"):
             await drain()
         assert sum(sizes) == 4 << 20
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["\x00", "a" * 64 + ".b", "a." * 200, "é\ud800", "a b", "..", "a..b", "[::1", ""],
+    ids=lambda host: ascii(host)[:12],
+)
+async def test_an_address_that_no_resolver_takes_is_refused_like_any_other_fault_of_a_worker(host: str) -> None:
+    """Once, such an address ended the watch over all workers."""
+    async with HttpUpstream(connect_timeout_ms=500) as upstream:
+        with pytest.raises(UpstreamError):
+            await upstream.get(f"http://{host}:9/ready", 500)

@@ -341,3 +341,16 @@ async def test_a_scheduler_without_progress_is_killed(start: Start) -> None:
     assert "made no progress for 400 ms" in answer.json()["error"]["message"]
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+async def test_of_many_pauses_and_continuations_at_once_the_last_one_holds_and_none_waits_for_what_is_over(
+    start: Start,
+) -> None:
+    async with start() as running:
+        words = ("pause_generation", "continue_generation") * 4
+        async with asyncio.timeout(5):
+            answers = await asyncio.gather(*(running.http.post(f"/{word}") for word in words))
+            last = await running.http.post("/continue_generation")
+        assert {answer.status_code for answer in answers} <= {200, 409}
+        assert last.status_code == 200
+        assert (await running.ask()).status_code == 200

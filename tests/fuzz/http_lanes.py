@@ -5,6 +5,9 @@ import json
 from collections.abc import Sequence
 from random import Random
 from typing import Any
+from urllib.parse import quote
+
+import httpx
 
 from fuzz.http_cases import HttpCase, http_case, request
 from fuzz.lanes import Lane
@@ -46,7 +49,20 @@ class HttpLane(Lane):
         return self._stand.pids_behind(self.name)
 
     async def check(self) -> None:
+        if self._says == "admin":
+            await self._remove_strangers()
         await self._stand.whole()
+
+    async def _remove_strangers(self) -> None:
+        """Workers that the cases added are probed for ever, as they should be."""
+        url = f"http://127.0.0.1:{self._stand.port('admin')}/workers"
+        ours = set(self._stand.stack.worker_urls())
+        async with httpx.AsyncClient(timeout=30) as client:
+            known = {worker["url"] for worker in (await client.get(url)).json()["workers"]}
+            for stranger in known - ours:
+                removed = await client.delete(f"{url}/{quote(stranger, safe='')}")
+                if removed.status_code != 200:
+                    raise Wrong(f"{stranger!r} was added and cannot be removed: {removed.text}")
 
     async def rest(self) -> None:
         """Close every connection that is kept, so that what is open afterwards is a leak."""

@@ -4,6 +4,7 @@ There is no total timeout: a long prompt is not an error, and the request's own 
 """
 
 import asyncio
+import re
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,10 @@ IDLE_CONNECTION_S = 4.0
 PROBE_BODY_BYTES_MAX = 1 << 20
 ORIGINS_MAX = 8_192
 """Workers whose connections are kept; the one known for longest loses its idle ones, no more than that."""
+HOST = re.compile(
+    r"(?=.{1,253}\Z)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?|[0-9A-Fa-f]{0,4}:[0-9A-Fa-f:.]{1,44}(%[A-Za-z0-9._-]{1,32})?"
+)
+"""A host name, as DNS has it, or an IP address."""
 NO_HEADERS: Mapping[str, str] = {}
 
 
@@ -121,6 +126,10 @@ class HttpUpstream:
         try:
             parts = urlsplit(base)
             port = parts.port or (443 if parts.scheme == "https" else 80)
+            # What no resolver and no head takes: neither says so with an OSError, and one such address would end the
+            # watch over all workers.
+            if not HOST.fullmatch(parts.hostname or ""):
+                raise ValueError("no host name")
         except ValueError as error:
             raise UpstreamError(f"not an address: {base!r} ({error})") from error
         if len(self._origins) >= ORIGINS_MAX:
