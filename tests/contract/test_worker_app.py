@@ -282,6 +282,7 @@ async def test_a_kubernetes_gateway_finds_vllms_gauges_of_the_whole_worker(start
                 "pages": 64,
                 "pages_free": free,
                 "pages_cached": cached,
+                "pages_spare": free + cached,  # nobody reads what is cached
             }
             running.worker.metrics.apply(rank, Snapshot(rank=rank, progress=1, gauges=gauges))
         text = (await running.http.get("/metrics")).text
