@@ -97,8 +97,9 @@ class Pressure:
     PHASES = ("backing_up", "backing_up", "retracted", *("restoring",) * 5)
     AWAY = (
         *("greeting.away",) * 6,
-        *("prealloc.away",) * 4,
+        *("prealloc.away",) * 6,
         *("resolving.away", "transferring.away", "writing.away") * 3,
+        *("transferring.away", "writing.away"),
     )
     OF_PREFILL = ("prefill abort_all", "prefill crash", "prefill drain", "prefill pause")
     STRIKES = 6
