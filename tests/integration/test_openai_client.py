@@ -167,6 +167,7 @@ async def both(stack: Stack, route: str, body: dict[str, Any]) -> Any:
     """The answer of the two workers together, once it is found to equal what decode says alone."""
     await forget_prompts(stack)  # or the two would rightly differ in `cached_tokens`
     pair = settled(await post(stack.url + route, body))
+    await forget_prompts(stack)  # decode keeps what it was handed
     alone = settled(await post(stack.entries("decode")[0]["url"] + route, body))
     assert alike(pair, alone) == [], route
     return pair
