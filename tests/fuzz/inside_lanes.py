@@ -148,7 +148,7 @@ class MemoryLane(PairLane):
     backends = ("shm",)
 
     def _say(self, dice: Random, pair: Pair, room: int) -> None:
-        digest = order_digest(ORDERED, ROW)
+        digest = order_digest(ORDERED, ROW, 0)
         attempts = [(room, 1, digest)] * 4 + [(room, 2, digest), (room + 1, 1, digest)]
         said = shm_case(dice, own_boot_id(), PREFILL, attempts)
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stream:
