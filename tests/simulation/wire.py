@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 
 from baton_core.limits import Millis
 from baton_router.connection import Reply
-from baton_router.upstream import UpstreamLost, UpstreamRefused, read_all
+from baton_router.upstream import UpstreamLost, UpstreamRefused, read_all, read_within
 from simulation.loop import Process
 
 if TYPE_CHECKING:
@@ -228,16 +228,7 @@ class SimulatedUpstream:
 
     async def get(self, url: str, timeout_ms: Millis) -> tuple[int, bytes]:
         """See Upstream."""
-        reply: Reply | None = None
-        try:
-            async with asyncio.timeout(timeout_ms / 1000):
-                reply = await self._call("GET", url, b"", NO_HEADERS)
-                return reply.status, await read_all(reply, BODY_BYTES_MAX)
-        except TimeoutError as error:
-            raise UpstreamLost(f"no answer within {timeout_ms} ms") from error
-        finally:
-            if reply is not None:
-                reply.cancel()
+        return await read_within(timeout_ms, BODY_BYTES_MAX, self._call("GET", url, b"", NO_HEADERS))
 
     async def _call(self, method: str, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
         address, ask = ask_of(method, url, headers, body)

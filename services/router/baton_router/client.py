@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from baton_core.limits import Millis
 from baton_router.connection import Connection, Reply, request_head
-from baton_router.upstream import UpstreamError, UpstreamLost, UpstreamRefused, read_all
+from baton_router.upstream import UpstreamError, UpstreamLost, UpstreamRefused, read_within
 
 IDLE_CONNECTION_S = 4.0
 """Below the 5 s after which uvicorn closes an idle connection: a request is rarely sent into a closing one."""
@@ -85,16 +85,7 @@ class HttpUpstream:
 
     async def get(self, url: str, timeout_ms: Millis) -> tuple[int, bytes]:
         """See Upstream."""
-        reply: Reply | None = None
-        try:
-            async with asyncio.timeout(timeout_ms / 1000):
-                reply = await self._call("GET", url, b"", NO_HEADERS)
-                return reply.status, await read_all(reply, PROBE_BODY_BYTES_MAX)
-        except TimeoutError as error:
-            raise UpstreamLost(f"no answer within {timeout_ms} ms") from error
-        finally:
-            if reply is not None:
-                reply.cancel()
+        return await read_within(timeout_ms, PROBE_BODY_BYTES_MAX, self._call("GET", url, b"", NO_HEADERS))
 
     async def _call(self, method: str, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
         cut = url.find("/", url.index("://") + 3)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
 
-from baton_core.limits import Limits
+from baton_core.limits import BODY_STALL_MS, Limits
 from baton_core.routing.breaker import (
     BREAKER_FAILURES_MAX,
     BREAKER_OPEN_MS,
@@ -34,6 +34,7 @@ HIGHEST = {
     "queue_max": 1_000_000,
     "local_prompt_tokens": 1_000_000,
     "first_token_ms": 86_400_000,
+    "client_silence_ms": BODY_STALL_MS,  # then the connection itself gives up
 }
 
 

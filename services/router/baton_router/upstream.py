@@ -4,7 +4,8 @@ There is no total timeout: a long prompt is not an error, and the request's own 
 Cancelling a call, before or after its headers, closes its connection, which is how a worker learns that nobody waits.
 """
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Awaitable, Mapping
 from typing import Protocol
 
 from baton_core.limits import Millis
@@ -85,3 +86,17 @@ async def read_all(answer: Answer, bytes_max: int) -> bytes:
             answer.cancel()
             raise UpstreamLost(f"the answer is longer than {bytes_max} bytes")
     return b"".join(parts)
+
+
+async def read_within(timeout_ms: Millis, bytes_max: int, call: Awaitable[Answer]) -> tuple[int, bytes]:
+    """Status and whole body of a call, which is closed on every way out. Raises UpstreamError, also when time is up."""
+    answer: Answer | None = None
+    try:
+        async with asyncio.timeout(timeout_ms / 1000):
+            answer = await call
+            return answer.status, await read_all(answer, bytes_max)
+    except TimeoutError as error:
+        raise UpstreamLost(f"no answer within {timeout_ms} ms") from error
+    finally:
+        if answer is not None:
+            answer.cancel()

@@ -98,7 +98,7 @@ class Handshake:
         return replace(hello.again, rid=rid, bootstrap=bootstrap)
 
     def _reject_in_use(self, peer: Incarnation, hello: Hello) -> None:
-        text = f"room {hello.room} is in use by another decode worker; draw another room"
+        text = f"room {hello.room} is in use here, by another decode worker or an earlier attempt; draw another room"
         self.reject(peer, hello, Verdict(reason=Reason.DUPLICATE_ROOM, text=text))
 
     def _keep_orphan(self, peer: Incarnation, hello: Hello, now: Millis) -> None:

@@ -90,16 +90,13 @@ class PrefillRules:
 
     def refusal_again(self, request: Request, limits: Limits) -> Verdict | None:
         """Likewise of a request that comes from decode: no app of this worker has looked at it."""
-        stops, stops_most = (
-            request.sampling.stop_token_ids,
-            2 * limits.stop_ids_max,
-        )  # the client's, and the model's own
+        stops = request.sampling.stop_token_ids
+        stops_most = 2 * limits.stop_ids_max  # the client's, and the model's own
         if max(request.prompt) >= self.vocab_size:
             text = f"decode names token {max(request.prompt)}; the model has {self.vocab_size} (vocab_size)"
         elif len(stops) > stops_most or min(stops, default=0) < 0:
-            text = (
-                f"decode names {len(stops)} stop token ids, from {min(stops, default=0)}; at most {stops_most} from 0"
-            )
+            least = min(stops, default=0)
+            text = f"decode names {len(stops)} stop token ids, from {least}; at most {stops_most} from 0"
         else:
             return self.refusal(request)
         return Verdict(reason=Reason.INVALID_REQUEST, text=text)

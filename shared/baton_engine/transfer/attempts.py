@@ -39,7 +39,7 @@ class Attempt(ABC):
     room: Room
     attempt: int
     prompt_tokens: int
-    held_pages: int = 0  # on decode, likewise
+    held_pages: int = 0  # on decode: the first of the prompt, which nobody writes
     pages_total: int  # of this end
     status: KVPoll
     flows: dict[Incarnation, Flow] = field(default_factory=dict)
