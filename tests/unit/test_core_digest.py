@@ -176,6 +176,11 @@ def test_a_thousand_requests_are_digested_in_about_two_milliseconds() -> None:
     while (plan := bench.core.plan()) is not None:
         bench.commit(plan)
     assert len(bench.live) == 1_024 and bench.free == 0
-    best_s = min(timeit.repeat(bench.core.digest, number=1, repeat=30))
+    tracer = sys.gettrace()
+    sys.settrace(None)  # what is measured is the digest, not that its lines are counted
+    try:
+        best_s = min(timeit.repeat(bench.core.digest, number=1, repeat=30))
+    finally:
+        sys.settrace(tracer)
     print(f"digest: {best_s * 1e3:.2f} ms of {len(bench.live)} live requests with 32 pages each")
-    assert best_s <= 0.004, "about 1 ms on a quiet machine"
+    assert best_s <= 0.003, "about 1.7 ms on a quiet machine"
