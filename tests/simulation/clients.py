@@ -13,7 +13,7 @@ from baton_core.events import Abort, StopHere, Submit
 from baton_core.pages import pages_for
 from baton_core.registration import FOLLOW
 from baton_core.request import FAKE_HOST, Bootstrap, Finish, FinishType, Request, RequestId, Sampling
-from simulation.invariants import check_cause, require
+from simulation.invariants import Broken, check_cause
 from simulation.oracle import VOCABULARY, Oracle, logprob_of
 from simulation.prompts import Prompts
 
@@ -271,10 +271,12 @@ class Clients:
         """A worker says something about one of its requests: check it, and react."""
         leg = self.legs.get((unit.name, emit.rid))
         assert leg is not None and leg.oracle is not None
-        require(leg.ended_at is None, "one outcome", f"{unit} {emit.rid}: {emit} after the end")
+        if leg.ended_at is not None:
+            raise Broken("one outcome", f"{unit} {emit.rid}: {emit} after the end")
         for token in emit.tokens:
             wanted = leg.oracle.next()
-            require(token == wanted, "tokens", f"{unit} {emit.rid} token {leg.tokens}: {token}, oracle {wanted}")
+            if token != wanted:
+                raise Broken("tokens", f"{unit} {emit.rid} token {leg.tokens}: {token}, oracle {wanted}")
             leg.tokens += 1
         self._check_logprobs(unit, leg, emit)
         if emit.finish is not None:
@@ -292,29 +294,35 @@ class Clients:
         sampling, prompt = leg.request.sampling, leg.request.prompt
         wanted = tuple(logprob_of(token) for token in emit.tokens) if sampling.logprobs is not None else ()
         if self.world.shape.backend == "tcp":
-            require(emit.logprobs == wanted, "logprobs", f"{unit} {emit.rid}: {emit.logprobs}, wanted {wanted}")
+            if emit.logprobs != wanted:
+                raise Broken("logprobs", f"{unit} {emit.rid}: {emit.logprobs}, wanted {wanted}")
         start = sampling.prompt_logprobs_from
         computed_here = leg.side == "prefill" or leg.request.room == 0
         if emit.tokens and leg.tokens == len(emit.tokens) and start is not None and computed_here:
             found = [one.token for one in emit.prompt_logprobs]
-            require(found == list(prompt[start:]), "logprobs", f"{unit} {emit.rid} prompt from {start}: {found}")
+            if found != list(prompt[start:]):
+                raise Broken("logprobs", f"{unit} {emit.rid} prompt from {start}: {found}")
 
     def _check_finish(self, unit: "Unit", leg: Leg, emit: Emit) -> None:
         finish, sampling, shape = emit.finish, leg.request.sampling, self.world.shape
         assert finish is not None
         if finish.type is FinishType.ABORT:
-            require(finish.verdict is not None, "outcome", f"{unit} {emit.rid} failed without a verdict")
+            if finish.verdict is None:
+                raise Broken("outcome", f"{unit} {emit.rid} failed without a verdict")
             if finish.verdict is not None:
                 check_cause(self.world, finish.verdict.reason, finish.verdict.text)
         elif finish.type is FinishType.STOP and finish.matched is None:
-            require(leg.stopping, "outcome", f"{unit} {emit.rid} stopped and nobody asked")
+            if not leg.stopping:
+                raise Broken("outcome", f"{unit} {emit.rid} stopped and nobody asked")
         elif finish.type is FinishType.STOP:
             ended = emit.tokens[-1:] == (finish.matched,) and finish.matched in sampling.stop_token_ids
-            require(ended, "outcome", f"{unit} {emit.rid} stopped at {finish.matched}")
+            if not ended:
+                raise Broken("outcome", f"{unit} {emit.rid} stopped at {finish.matched}")
         else:
             most = min(shape.context_tokens, shape.decode_tokens) - len(leg.request.prompt)
             wanted = 1 if leg.side == "prefill" else min(sampling.max_new_tokens, most)
-            require(leg.tokens == wanted, "outcome", f"{unit} {emit.rid}: {leg.tokens} tokens, wanted {wanted}")
+            if leg.tokens != wanted:
+                raise Broken("outcome", f"{unit} {emit.rid}: {leg.tokens} tokens, wanted {wanted}")
 
     def look_up_failed(self, unit: "Unit", rid: RequestId) -> None:
         """The way to prefill is not known: the other leg of this request cannot be told."""
@@ -361,18 +369,17 @@ class Clients:
         """Everybody has an answer; with everybody well, a good one; and nobody waited for a dead leg."""
         for pair in self.pairs:
             for leg in pair.legs:
-                require(leg.ended_at is not None, "one outcome", f"{leg.worker} {leg.request.rid} has none")
-                if pair.plain and self.world.shape.profile == "free":
+                if leg.ended_at is None:
+                    raise Broken("one outcome", f"{leg.worker} {leg.request.rid} has none")
+                if pair.plain and self.world.shape.profile == "free" and leg.verdict is not None:
                     text = f"{leg.worker} {leg.request.rid} ended with {leg.verdict}, and nothing was wrong"
-                    require(leg.verdict is None, "success", text)
+                    raise Broken("success", text)
             if pair.own_room and pair.told and len(pair.legs) == 2 and self.world.shape.tells_in_time:
                 for leg in pair.legs:
                     self._check_told(leg, pair.legs[1 - pair.legs.index(leg)])
-                    if pair.misrouted and leg.verdict is not None:
-                        waited = leg.verdict.reason is Reason.OTHER_LEG_MISSING
-                        require(
-                            not waited, "route", f"{leg.worker} {leg.request.rid} waited for a leg that ran elsewhere"
-                        )
+                    waited = leg.verdict is not None and leg.verdict.reason is Reason.OTHER_LEG_MISSING
+                    if pair.misrouted and waited:
+                        raise Broken("route", f"{leg.worker} {leg.request.rid} waited for a leg that ran elsewhere")
 
     def _check_told(self, leg: Leg, other: Leg) -> None:
         """`leg` failed: `other` ended soon after, for the same reason unless it had one of its own by then."""
@@ -383,9 +390,11 @@ class Clients:
         name = f"{leg.worker} {leg.request.rid} failed at {leg.ended_at} with {leg.verdict.reason.name}"
         theirs = None if other.verdict is None else other.verdict.reason
         text = f"{name}; {other.worker} ended at {other.ended_at} with {theirs}"
-        require(other.ended_at <= soon or (other.verdict is None and other.side == "prefill"), "told in time", text)
+        if not (other.ended_at <= soon or (other.verdict is None and other.side == "prefill")):
+            raise Broken("told in time", text)
         if theirs is not None and other.ended_at > leg.ended_at and theirs != leg.verdict.reason:
-            require(other.ended_at <= soon, "same reason", text)
+            if other.ended_at > soon:
+                raise Broken("same reason", text)
 
 
 _SILENT = (Reason.LOOKUP_FAILED, Reason.DEADLINE)

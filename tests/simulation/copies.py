@@ -11,7 +11,7 @@ from baton_core.agreement import KVPoll, Observation
 from baton_core.effects import Backup, Restore
 from baton_core.errors import Reason
 from baton_core.request import PageId
-from simulation.invariants import require
+from simulation.invariants import Broken
 
 if TYPE_CHECKING:
     from simulation.rank import Rank
@@ -77,7 +77,8 @@ class Copies:
         own = () if handoff is None else handoff.pages[len(handoff.shared) :]
         held = held and handoff is not None and slot in handoff.slots
         held = held and page in (handoff.pages if isinstance(effect, Backup) and handoff is not None else own)
-        require(held, "law of pages", f"{self.rank} {effect} touches page {page} and slot {slot}")
+        if not held:
+            raise Broken("law of pages", f"{self.rank} {effect} touches page {page} and slot {slot}")
         memory = self.rank.memory
         first = page * memory.page_bytes
         if isinstance(effect, Backup):

@@ -15,7 +15,7 @@ from baton_core.events import Submit
 from baton_core.request import Finish, FinishType, RequestId
 from simulation.clients import Clients, Leg, Pair
 from simulation.front import Generation
-from simulation.invariants import require
+from simulation.invariants import Broken
 from simulation.oracle import VOCABULARY, Oracle
 from simulation.prompts import Prompts
 
@@ -104,9 +104,11 @@ class Customer:
     def _hear(self, message: dict[str, Any]) -> None:
         if self.outcome == "left":
             return
-        require(not self.outcome, "one outcome", f"{self.rid}: {message} after its end ({self.outcome})")
+        if self.outcome:
+            raise Broken("one outcome", f"{self.rid}: {message} after its end ({self.outcome})")
         if message["type"] == "http.response.start":
-            require(not self.status, "one outcome", f"{self.rid}: two heads")
+            if self.status:
+                raise Broken("one outcome", f"{self.rid}: two heads")
             self.status = message["status"]
             return
         self._body += message.get("body", b"")
@@ -118,8 +120,10 @@ class Customer:
             self._complete(streams)
 
     def _take_event(self, event: bytes) -> None:
-        require(event.startswith(b"data: ") and b"\n" not in event, "events", f"{self.rid}: {event!r}")
-        require(self.error is None and not self.is_done, "one outcome", f"{self.rid}: {event!r} after the end")
+        if not event.startswith(b"data: ") or b"\n" in event:
+            raise Broken("events", f"{self.rid}: {event!r}")
+        if self.error is not None or self.is_done:
+            raise Broken("one outcome", f"{self.rid}: {event!r} after the end")
         if event == b"data: [DONE]":
             self.is_done = True
             return
@@ -133,8 +137,9 @@ class Customer:
         for token in value["tokens"]:
             assert self.oracle is not None
             wanted = self.oracle.next()
-            text = f"{self.rid} token {len(self.tokens)} at the client: {token}, oracle {wanted}"
-            require(token == wanted, "tokens", text)
+            if token != wanted:
+                text = f"{self.rid} token {len(self.tokens)} at the client: {token}, oracle {wanted}"
+                raise Broken("tokens", text)
             self.tokens.append(token)
         self.finish = value.get("finish", "")
 
@@ -159,16 +164,16 @@ class Customer:
             whole = len(self.tokens) == self.most if self.finish == "length" else self.finish == "stop"
             stopped = self.finish == "stop" and (self.is_cut_short or self.tokens[-1] in self.stops)
             clipped = self.finish == "length" and len(self.tokens) < self.most and not self.customers.fits(self)
-            require(
-                (whole and (self.finish != "stop" or stopped)) or clipped,
-                "whole answer",
-                f"{said}: {self.tokens}, {self.finish}, of {self.most}",
-            )
-            require(not self.is_stream or self.is_done, "whole answer", f"{said} without [DONE]")
-        require(not self.is_wrong or outcome not in ("200", "error event"), "outcome", f"{said}, and it was wrong")
+            if not ((whole and (self.finish != "stop" or stopped)) or clipped):
+                raise Broken("whole answer", f"{said}: {self.tokens}, {self.finish}, of {self.most}")
+            if self.is_stream and not self.is_done:
+                raise Broken("whole answer", f"{said} without [DONE]")
+        if self.is_wrong and outcome in ("200", "error event"):
+            raise Broken("outcome", f"{said}, and it was wrong")
         if self.must:
             in_time = self.world.now - self.sent_at <= ANSWERED_MS
-            require(outcome == "200" and in_time, "recovery", said)
+            if not (outcome == "200" and in_time):
+                raise Broken("recovery", said)
 
 
 class Customers(Clients):
@@ -216,7 +221,8 @@ class Customers(Clients):
             if room:
                 self._rooms[room] = pair
         attempts = {one.request.rid for one in pair.legs}
-        require(not attempts or attempts == {request.rid}, "rooms", f"{request.rid} has the room of {attempts}")
+        if attempts and attempts != {request.rid}:
+            raise Broken("rooms", f"{request.rid} has the room of {attempts}")
         leg = Leg(request=request, side=worker.side, worker=worker.name, pair=pair, routed=routed, unit=unit)
         leg.sent_at, leg.oracle = self.world.now, Oracle(request.prompt)
         pair.legs.append(leg)
@@ -264,10 +270,12 @@ class Customers(Clients):
         """Each has an outcome, a good one where nothing was wrong."""
         free = self.world.shape.profile == "free"
         for one in self.customers:
-            require(bool(one.outcome), "one outcome", f"{one.rid} has none")
+            if not one.outcome:
+                raise Broken("one outcome", f"{one.rid} has none")
             if free and not one.is_wrong and self._is_small(one):
                 well = one.outcome in ("200", "left")
-                require(well, "success", f"{one.rid} ended with {one.outcome} ({one.error}), and nothing was wrong")
+                if not well:
+                    raise Broken("success", f"{one.rid} ended with {one.outcome} ({one.error}), and nothing was wrong")
 
     def _is_small(self, customer: Customer) -> bool:
         """Whether its prompt has room everywhere."""

@@ -26,7 +26,7 @@ from baton_router.recent import Recent
 from simulation.bootstrap import RegistryServer
 from simulation.customers import START_MS, Customer, Customers
 from simulation.front import HTTP_PORT, App
-from simulation.invariants import require
+from simulation.invariants import Broken
 from simulation.loop import Process
 from simulation.shape import Shape
 from simulation.wire import Ask, Exchange, SimulatedUpstream
@@ -141,8 +141,9 @@ class Router(Process):
         rid, tilde, _ = attempt.partition("~")
         heard = self.answered.get(rid)
         if heard is not None and self.failed_at.get(rid) != heard[1]:
-            text = f"{self} sends {attempt} to {address} although a worker had answered {heard[0]} at {heard[1]}"
-            require(heard[1] == self.world.now and not tilde, "retry", text)
+            if heard[1] != self.world.now or tilde:
+                text = f"{self} sends {attempt} to {address} although a worker had answered {heard[0]} at {heard[1]}"
+                raise Broken("retry", text)
         if tilde and address[0] == "D":
             self.further += 1
             self.world.tally.faults["router_retry"] += 1
@@ -163,13 +164,17 @@ class Router(Process):
         """Nobody is served: so nothing is counted, and the budget was held."""
         config = self.config
         legs = {key: load.in_flight for key, load in self.directory.records.loads.items() if load.in_flight}
-        require(not legs, "router rest", f"{self}: legs in flight {legs}")
+        if legs:
+            raise Broken("router rest", f"{self}: legs in flight {legs}")
         held = [worker.url for worker in self.directory.all() if self.directory.in_flight(worker)]
-        require(not held, "router rest", f"{self}: legs kept of {held}")
-        require(not self.queue.running, "router rest", f"{self}: {self.queue.running} let in and not gone")
+        if held:
+            raise Broken("router rest", f"{self}: legs kept of {held}")
+        if self.queue.running:
+            raise Broken("router rest", f"{self}: {self.queue.running} let in and not gone")
         most = config.retries_burst + config.retries_per_request * self.requests
         text = f"{self}: {self.further} further attempts of {self.requests} requests, budget {most}"
-        require(self.further <= most, "retry budget", text)
+        if self.further > most:
+            raise Broken("retry budget", text)
 
 
 class Fleet:
@@ -338,18 +343,21 @@ class Fleet:
     def check_end(self) -> None:
         """Everybody was answered; nothing is counted; the registry knows who lives, and nobody else."""
         self.customers.check_customers()
-        require(not self.world.loop.faults, "process", "; ".join(self.world.loop.faults))
+        if self.world.loop.faults:
+            raise Broken("process", "; ".join(self.world.loop.faults))
         for router in self.routers:
             router.check_rest()
         for app in self.apps.values():
             if app.registrar is not None:
                 rooms = list(app.registrar._rooms)
-                require(not rooms, "rooms", f"{app}: rooms {rooms} are still registered")
+                if rooms:
+                    raise Broken("rooms", f"{app}: rooms {rooms} are still registered")
         if self.registry is not None:
             world = self.world
             known = {one.name for one in self.registry.table.instances(world.now) if one.ready}
             living = {worker.incarnation for worker in world.workers.values() if worker.side == "prefill"}
-            require(known == living, "registry", f"it knows {sorted(known)}, alive are {sorted(living)}")
+            if known != living:
+                raise Broken("registry", f"it knows {sorted(known)}, alive are {sorted(living)}")
 
     def unwind(self) -> None:
         """Unwind everything that still waits."""

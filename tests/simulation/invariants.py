@@ -19,21 +19,24 @@ FAR = 10_000_000
 
 
 class Broken(AssertionError):
-    """An invariant does not hold; the first word of the text is its name."""
+    """The invariant `name` does not hold.
 
+    Checks are written out as `if wrong: raise Broken(...)`, not as calls of a helper: they run millions of times in a
+    suite, and a helper would have the text of every one of them made only to throw it away.
+    """
 
-def require(holds: bool, name: str, text: str) -> None:
-    """Raise Broken unless `holds`."""
-    if not holds:
-        raise Broken(f"{name}: {text}")
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(f"{name}: {text}")
 
 
 def check_moves(rank: "Rank", moved: Moved) -> None:
     """Phases follow each other along the table, from where the request really was."""
     legal = rank.legal_moves
-    require((moved.source, moved.target) in legal, "table", f"{rank} {moved.rid}: {moved.source} -> {moved.target}")
+    if (moved.source, moved.target) not in legal:
+        raise Broken("table", f"{rank} {moved.rid}: {moved.source} -> {moved.target}")
     was = rank.phases.get(moved.rid, "intake")
-    require(was == moved.source, "table", f"{rank} {moved.rid} was {was}, moved from {moved.source}")
+    if was != moved.source:
+        raise Broken("table", f"{rank} {moved.rid} was {was}, moved from {moved.source}")
     if moved.target in ("done", "failed"):
         rank.phases.pop(moved.rid, None)
     else:
@@ -49,27 +52,30 @@ def check_books(rank: "Rank", now: int) -> None:
         rows += handoff.row is not None
         slots += len(handoff.slots)
         if handoff.fenced:
-            why = handoff.in_step or handoff.opened or handoff.copy
-            require(bool(why), "liveness", f"{rank} {handoff.rid} is fenced and waits for nothing")
+            if not (handoff.in_step or handoff.opened or handoff.copy):
+                raise Broken("liveness", f"{rank} {handoff.rid} is fenced and waits for nothing")
         else:
             due = handoff.due_at
-            require(due > now, "liveness", f"{rank} {handoff.rid} in {handoff.phase}: due at {due}, it is {now}")
+            if due <= now:
+                raise Broken("liveness", f"{rank} {handoff.rid} in {handoff.phase}: due at {due}, it is {now}")
         pages = tuple(node.page for node in handoff.shared)
-        require(
-            handoff.pages[: len(pages)] == pages, "pages", f"{rank} {handoff.rid} shares {pages} of {handoff.pages}"
-        )
+        if handoff.pages[: len(pages)] != pages:
+            raise Broken("pages", f"{rank} {handoff.rid} shares {pages} of {handoff.pages}")
     pool = ledger.pool
     cached = 0 if ledger.cache is None else ledger.cache.pages
-    books = f"{rank}: {pool.free} free + {held} held + {cached} cached != {pool.total}"
-    require(pool.free + held + cached == pool.total, "pages", books)
+    if pool.free + held + cached != pool.total:
+        raise Broken("pages", f"{rank}: {pool.free} free + {held} held + {cached} cached != {pool.total}")
     if ledger.cache is not None and rank.flushes:
         stale = [page for page in ledger.cache.found() if rank.pages_born[page] < rank.flushes]
-        require(not stale, "flush", f"{rank}: pages {stale} are cached and older than the last flush")
+        if stale:
+            raise Broken("flush", f"{rank}: pages {stale} are cached and older than the last flush")
     if ledger.rows is not None:
         total = ledger.rows.total
-        require(ledger.rows.free + rows == total, "rows", f"{rank}: {ledger.rows.free} free + {rows} != {total}")
+        if ledger.rows.free + rows != total:
+            raise Broken("rows", f"{rank}: {ledger.rows.free} free + {rows} != {total}")
     host = ledger.slots
-    require(host.free + slots == host.total, "slots", f"{rank}: {host.free} free + {slots} != {host.total}")
+    if host.free + slots != host.total:
+        raise Broken("slots", f"{rank}: {host.free} free + {slots} != {host.total}")
     _check_limits(rank, ledger)
 
 
@@ -77,7 +83,8 @@ def check_peer_gone(rank: "Rank", peer: Incarnation) -> None:
     """Nobody goes on waiting for a peer that is gone."""
     for handoff in rank.ledger.live.values():
         waits = handoff.peer == peer and handoff.phase not in _NEEDS_NOBODY
-        require(not waits, "peer gone", f"{rank} {handoff.rid} in {handoff.phase} still waits for {peer}")
+        if waits:
+            raise Broken("peer gone", f"{rank} {handoff.rid} in {handoff.phase} still waits for {peer}")
 
 
 _NEEDS_NOBODY = (
@@ -98,7 +105,8 @@ def check_cause(world: "World", reason: Reason, text: str) -> None:
         return
     narrow = world.shape.limits.link_window < _NARROW and reason in (Reason.PEER_LOST, Reason.TRANSFER_FAILED)
     found = narrow or any(world.tally.faults[kind] for kind in causes)
-    require(found, "cause", f"{reason.name} ({text}) though there was none of {', '.join(causes)}")
+    if not found:
+        raise Broken("cause", f"{reason.name} ({text}) though there was none of {', '.join(causes)}")
 
 
 _NARROW = 1_000  # such a window of a link may fill without any fault
@@ -138,11 +146,15 @@ _CAUSES: dict[Reason, tuple[str, ...]] = {
 
 def _check_limits(rank: "Rank", ledger: Ledger) -> None:
     limits = ledger.limits
-    require(len(ledger.live) <= limits.waiting_max, "limits", f"{rank}: {len(ledger.live)} live requests")
-    require(ledger.rooms.tombstones <= limits.tombstones_max, "limits", f"{rank}: {ledger.rooms.tombstones} stones")
+    if len(ledger.live) > limits.waiting_max:
+        raise Broken("limits", f"{rank}: {len(ledger.live)} live requests")
+    if ledger.rooms.tombstones > limits.tombstones_max:
+        raise Broken("limits", f"{rank}: {ledger.rooms.tombstones} stones")
     running, kept = rank.queue_sizes()
-    require(running <= limits.running_max, "limits", f"{rank}: {running} running")
-    require(kept <= limits.orphan_hellos_max, "limits", f"{rank}: {kept} orphan hellos")
+    if running > limits.running_max:
+        raise Broken("limits", f"{rank}: {running} running")
+    if kept > limits.orphan_hellos_max:
+        raise Broken("limits", f"{rank}: {kept} orphan hellos")
 
 
 def holder(rank: "Rank", rid: RequestId, room: Room, attempt: int, what: str) -> Handoff:
@@ -153,27 +165,30 @@ def holder(rank: "Rank", rid: RequestId, room: Room, attempt: int, what: str) ->
         every = rank.ledger.live.values()
         handoff = next((one for one in every if (one.room, one.attempt, one.opened) == (room, attempt, True)), None)
     if handoff is None:
-        raise Broken(f"law of pages: {rank} {what} for {rid} room {room} attempt {attempt}, which is over")
+        raise Broken("law of pages", f"{rank} {what} for {rid} room {room} attempt {attempt}, which is over")
     return handoff
 
 
 def check_touch(rank: "Rank", rid: RequestId, room: Room, attempt: int, page: int, what: str) -> None:
     """A transfer reads or writes `page` only while this very attempt holds it."""
     handoff = holder(rank, rid, room, attempt, what)
-    require(page in handoff.pages, "law of pages", f"{rank} {what} page {page}, which {rid} does not hold")
+    if page not in handoff.pages:
+        raise Broken("law of pages", f"{rank} {what} page {page}, which {rid} does not hold")
 
 
 def check_write(rank: "Rank", rid: RequestId, room: Room, attempt: int, page: int) -> None:
     """Likewise a write, which moreover hits only what nobody else reads."""
     check_touch(rank, rid, room, attempt, page, "writes")
     shared = [node.page for node in holder(rank, rid, room, attempt, "writes").shared]
-    require(page not in shared, "law of pages", f"{rank} writes page {page} for {rid}, which the cache shares")
+    if page in shared:
+        raise Broken("law of pages", f"{rank} writes page {page} for {rid}, which the cache shares")
 
 
 def check_row(rank: "Rank", rid: RequestId, room: Room, attempt: int, row: int) -> None:
     """A metadata row is written only while this very attempt holds it."""
     handoff = holder(rank, rid, room, attempt, "writes a row")
-    require(handoff.row == row, "law of pages", f"{rank} writes row {row}; {rid} holds {handoff.row}")
+    if handoff.row != row:
+        raise Broken("law of pages", f"{rank} writes row {row}; {rid} holds {handoff.row}")
 
 
 def check_step(rank: "Rank", plan: StepPlan) -> None:
@@ -181,34 +196,46 @@ def check_step(rank: "Rank", plan: StepPlan) -> None:
     for piece in plan.slices:
         handoff = rank.ledger.live.get(piece.rid)
         if handoff is None:
-            raise Broken(f"law of pages: {rank} computes {piece.rid}, which is over")
-        require(handoff.pages == piece.pages, "law of pages", f"{rank} computes pages that {piece.rid} lost")
+            raise Broken("law of pages", f"{rank} computes {piece.rid}, which is over")
+        if handoff.pages != piece.pages:
+            raise Broken("law of pages", f"{rank} computes pages that {piece.rid} lost")
         shared = len(handoff.shared) * rank.unit.page_tokens
-        require(piece.start >= shared, "law of pages", f"{rank} {piece.rid} writes a page that the cache shares")
+        if piece.start < shared:
+            raise Broken("law of pages", f"{rank} {piece.rid} writes a page that the cache shares")
 
 
 def check_rest(units: Sequence["Unit"]) -> None:
     """At rest nothing is left: no request, page, row, watch, transfer, unacknowledged message or memory of a room."""
     for unit in units:
         unacked = unit.leader.unacknowledged()
-        require(not unacked, "rest", f"{unit}: {unacked} unacknowledged messages")
+        if unacked:
+            raise Broken("rest", f"{unit}: {unacked} unacknowledged messages")
         for rank in unit.ranks:
             _check_rank_at_rest(rank)
 
 
 def _check_rank_at_rest(rank: "Rank") -> None:
     ledger = rank.ledger
-    require(not ledger.live, "rest", f"{rank}: {list(ledger.live)} live")
-    require(not rank.core.watched(), "rest", f"{rank}: {rank.core.watched()} watched")
+    if ledger.live:
+        raise Broken("rest", f"{rank}: {list(ledger.live)} live")
+    if rank.core.watched():
+        raise Broken("rest", f"{rank}: {rank.core.watched()} watched")
     if ledger.cache is not None:
         ledger.cache.flush()
-    require(ledger.pool.free == ledger.pool.total, "rest", f"{rank}: pages are missing")
-    require(ledger.slots.free == ledger.slots.total, "rest", f"{rank}: host pages are missing")
-    require(ledger.rows is None or ledger.rows.free == ledger.rows.total, "rest", f"{rank}: rows are missing")
-    require(not rank.transfer.kept(), "rest", f"{rank}: {rank.transfer.kept()} kept by the backend")
+    if ledger.pool.free != ledger.pool.total:
+        raise Broken("rest", f"{rank}: pages are missing")
+    if ledger.slots.free != ledger.slots.total:
+        raise Broken("rest", f"{rank}: host pages are missing")
+    if ledger.rows is not None and ledger.rows.free != ledger.rows.total:
+        raise Broken("rest", f"{rank}: rows are missing")
+    if rank.transfer.kept():
+        raise Broken("rest", f"{rank}: {rank.transfer.kept()} kept by the backend")
     now = rank.unit.leader.now
     rank.core.tick(now + FAR)
     rank.core.tick(now + 2 * FAR)  # what expired just now may leave a tombstone of its own
-    require(ledger.rooms.tombstones == 0, "rest", f"{rank}: {ledger.rooms.tombstones} tombstones")
-    require(sum(rank.memories()) == 0, "rest", f"{rank}: orphans, farewells {rank.memories()}")
-    require(rank.core.next_deadline() is None, "rest", f"{rank}: a deadline without anything waiting")
+    if ledger.rooms.tombstones != 0:
+        raise Broken("rest", f"{rank}: {ledger.rooms.tombstones} tombstones")
+    if sum(rank.memories()) != 0:
+        raise Broken("rest", f"{rank}: orphans, farewells {rank.memories()}")
+    if rank.core.next_deadline() is not None:
+        raise Broken("rest", f"{rank}: a deadline without anything waiting")

@@ -18,7 +18,7 @@ from baton_core.link import Frame, Switchboard
 from baton_core.request import Incarnation
 from baton_core.rounds import Part
 from baton_core.unit_log import Done, Idled, LogEntry, Report, UnitLeader
-from simulation.invariants import require
+from simulation.invariants import Broken
 from simulation.rank import Nudge, Rank
 
 if TYPE_CHECKING:
@@ -184,7 +184,8 @@ class Leader:
         if heard.lost is not None:
             self._peer_gone(heard.peer, heard.lost)
         if heard.payloads:
-            require(frame.target == self.name, "old life", f"{self} obeys a message to {frame.target}")
+            if frame.target != self.name:
+                raise Broken("old life", f"{self} obeys a message to {frame.target}")
             self.routes[heard.peer] = address
             for payload in heard.payloads:
                 self.log.put(PeerSaid(peer=heard.peer, message=self.world.messages[int(payload)]))

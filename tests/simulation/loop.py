@@ -44,7 +44,7 @@ class Process:
 
     def _ended(self, task: "asyncio.Task[Any]") -> None:
         if not task.cancelled() and task.exception() is not None and self.alive:
-            raise Broken(f"process: {self} failed with {task.exception()!r}") from task.exception()
+            raise Broken("process", f"{self} failed with {task.exception()!r}") from task.exception()
 
     def owns(self, task: "asyncio.Task[Any]") -> None:
         """Keep a task until it is over."""

@@ -7,7 +7,7 @@ from baton_core.effects import Expect
 from baton_core.kv_layout import UnitLayout
 from baton_core.messages import MetadataRow
 from baton_core.ranks import Member
-from simulation.invariants import check_row, check_write, require
+from simulation.invariants import Broken, check_row, check_write
 from simulation.oracle import Oracle
 from simulation.transfer import Attempt, Bytes, Transfer, Way, member_name_beside
 
@@ -126,7 +126,8 @@ class Receiver(Transfer):
             return  # the receiver's check again: this attempt may write no more
         check_row(self.rank, attempt.rid, attempt.room, attempt.attempt, attempt.row)
         text = f"{self.rank} row {attempt.row} of {attempt.rid} is written by {attempt.row_from} and by {writer}"
-        require(attempt.row_from is None, "one row writer", text)
+        if attempt.row_from is not None:
+            raise Broken("one row writer", text)
         attempt.row_from = writer
         self.rank.metadata[attempt.row] = row
         self.changed()

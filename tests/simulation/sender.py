@@ -171,7 +171,7 @@ class FakeSender(Sender):
         """There they are."""
         attempt = self.attempts[effect.room, effect.attempt]
         if attempt.revoked:
-            raise Broken(f"law of pages: push of room {effect.room} after its revoke")
+            raise Broken("law of pages", f"push of room {effect.room} after its revoke")
         attempt.progress = effect.first + len(effect.pages)
         attempt.magic = effect.row is not None
         self.changed()

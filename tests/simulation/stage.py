@@ -16,7 +16,7 @@ from baton_core.agreement import (
     poll_and_all_reduce_attn_cp_tp_group,
 )
 from baton_core.unit_log import Compare, Observe, ObserveUncovered, Question, divergence
-from simulation.invariants import require
+from simulation.invariants import Broken
 
 if TYPE_CHECKING:
     from simulation.rank import Rank
@@ -108,9 +108,10 @@ class Stage:
         waiting, self._waiting = self._waiting, []
         first = waiting[0]
         for other in waiting[1:]:
-            asked = f"{other.rank} asks {kind_of(other)}, {first.rank} asks {kind_of(first)}"
             same = other.rank.replica.position == first.rank.replica.position and kind_of(other) == kind_of(first)
-            require(same, "siblings", f"at log position {first.rank.replica.position}: {asked}")
+            if not same:
+                asked = f"{other.rank} asks {kind_of(other)}, {first.rank} asks {kind_of(first)}"
+                raise Broken("siblings", f"at log position {first.rank.replica.position}: {asked}")
         least = [min(values) for values in zip(*(come.values for come in waiting), strict=True)]
         world = self._unit.world
         for come in waiting:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from baton_core.errors import Reason, Verdict
 from baton_core.plan import SequenceResult, SequenceSlice, StepPlan, StepResult
 from baton_core.unit_log import Done, Idled
-from simulation.invariants import check_step, require
+from simulation.invariants import Broken, check_step
 from simulation.oracle import logprob_of, token_of
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ class Tensors:
         run = self._runs.get(plan.step)
         if run is None:
             run = self._runs[plan.step] = Run(plan, [0] * self._stages, [[] for _ in plan.slices])
-        require(run.plan == plan, "siblings", f"{rank} plans {plan}, others {run.plan}")
+        if run.plan != plan:
+            raise Broken("siblings", f"{rank} plans {plan}, others {run.plan}")
         run.begun[rank.stage] += 1
         self._next(rank.stage)
 

@@ -22,7 +22,7 @@ from baton_core.kv_layout import Plan, UnitLayout
 from baton_core.messages import MetadataRow
 from baton_core.ranks import Member, member_name, unit_of, worker_of
 from baton_core.request import Incarnation, PageId, RequestId, Room
-from simulation.invariants import Broken, require
+from simulation.invariants import Broken
 
 if TYPE_CHECKING:
     from simulation.network import Stream
@@ -140,7 +140,8 @@ class Transfer(ABC):
     def begin(self, attempt: Attempt) -> None:
         """Keep a new attempt; its name must be free, or late messages of another life would hit it."""
         key = attempt.room, attempt.attempt
-        require(key not in self.attempts, "law of pages", f"{self.rank} opens room, attempt {key} twice at once")
+        if key in self.attempts:
+            raise Broken("law of pages", f"{self.rank} opens room, attempt {key} twice at once")
         self.attempts[key] = attempt
         self.changed()
 
@@ -211,4 +212,4 @@ class Transfer(ABC):
         self._misasked(effect)
 
     def _misasked(self, effect: Expect | Offer | Push) -> None:
-        raise Broken(f"sides: {self.rank} was asked to {effect}")
+        raise Broken("sides", f"{self.rank} was asked to {effect}")

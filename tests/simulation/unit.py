@@ -14,7 +14,7 @@ from baton_core.prefill.core import PrefillCore
 from baton_core.ranks import Parallel, unit_name
 from baton_core.request import RequestId
 from baton_core.unit_log import LogEntry
-from simulation.invariants import require
+from simulation.invariants import Broken
 from simulation.leader import Leader
 from simulation.rank import Rank
 from simulation.stage import Stage
@@ -144,7 +144,8 @@ class Unit:
             digest = rank.core.digest()
             known = self._positions.setdefault(entry.position, Position(digest, 0))
             same = known.digest == digest
-            require(same, "siblings", f"{rank} differs at log position {entry.position} ({entry})")
+            if not same:
+                raise Broken("siblings", f"{rank} differs at log position {entry.position} ({entry})")
             known.ranks += 1
             if known.ranks == len(self.ranks):
                 del self._positions[entry.position]

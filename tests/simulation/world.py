@@ -144,9 +144,9 @@ class World:
             self.now, _, call, args = heapq.heappop(self._heap)
             call(*args)
             if self.healed and self.events > EVENTS_MAX * (10 if self.shape.requests > 100 else 1):
-                raise Broken(f"liveness: still busy after {self.events} events: {self._busy()}")
+                raise Broken("liveness", f"still busy after {self.events} events: {self._busy()}")
             if self.healed and self.now > last:
-                raise Broken(f"liveness: still busy at {self.now} ms: {self._busy()}")
+                raise Broken("liveness", f"still busy at {self.now} ms: {self._busy()}")
         self.tally.events = self.events
         if self.fleet is not None:
             self.fleet.check_end()
