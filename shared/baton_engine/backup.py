@@ -23,6 +23,8 @@ from baton_engine.transfer.protocol import Poke
 
 log = structlog.get_logger(__name__)
 
+FAILURES_KEPT = 65_536
+"""So many copies ago a failure is forgotten: by then no rank asks for it (each live request has one copy under way)."""
 _REMEDY = "lower --backup-pages (0: what is retracted is computed anew), or free memory"
 
 
@@ -89,6 +91,8 @@ class HostStore:
             except RuntimeError as error:  # which is what torch raises, a lost device included
                 log.error("backup.failed", rid=effect.rid, copy=effect.copy, error=str(error))
                 self._failed[effect.copy] = str(error)
+                while next(iter(self._failed)) <= effect.copy - FAILURES_KEPT:
+                    del self._failed[next(iter(self._failed))]
             self._over = effect.copy
             self._poke()
 

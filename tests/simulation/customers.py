@@ -256,7 +256,8 @@ class Customers(Clients):
         """The client of a request that is in this phase now leaves."""
         name, _, idle = phase.partition(".")
         found = unit.idle if idle else unit.phases
-        rid = next((rid for rid, where in found.items() if where == name), None)
+        # What decode asked prefill for once more has no client of its own.
+        rid = next((rid for rid, where in found.items() if where == name and (unit.name, rid) in self.legs), None)
         if rid is not None and not self._of(rid).must:
             self.world.fault("client_abort", unit.ranks[0], rid)
             self._of(rid).leave()

@@ -12,6 +12,7 @@ import torch
 from baton_core.agreement import KVPoll
 from baton_core.effects import Backup, Restore
 from baton_core.errors import EngineError, Reason
+from baton_engine import backup
 from baton_engine.backup import HostStore
 from baton_engine.kv_pool import KVPool, PoolShape
 
@@ -87,6 +88,19 @@ def test_a_copy_that_fails_says_so_and_those_behind_it_are_made() -> None:
     assert (failed.poll, failed.writers_stopped, failed.reason) == (KVPoll.Failed, True, Reason.DEVICE_FAULT)
     assert failed.text
     assert (made.poll, made.reason) == (KVPoll.Success, None)
+    store.close(5)
+    pool.close()
+
+
+def test_failures_of_long_ago_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backup, "FAILURES_KEPT", 2)
+    pool, loop = KVPool(SHAPE), Loop()
+    store = HostStore(pool, 1, loop)
+    store._slots = torch.empty(1, pool.page_bytes - 1, dtype=torch.uint8)  # as a device that went wrong would
+    for copy in range(1, 6):
+        store.start(Backup(rid="a", copy=copy, pages=(2,), slots=(0,)))
+    loop.hears(5)
+    assert list(store._failed) == [4, 5]
     store.close(5)
     pool.close()
 
