@@ -38,7 +38,7 @@ up: install ## serve the default model on this machine; options in ARGS, e.g. AR
 down: install ## stop what `make up ARGS=--detach` left running
 	$(BIN)/baton down $(ARGS)
 
-test: check ## everything that CI runs: check, tests, 1,000 seeds of the simulation, 2,000 fuzz cases a port
+test: check ## everything that CI runs: check, tests, 1,000 seeds of the simulation, 10,000 fuzz cases a port
 	$(BIN)/python -m coverage run -m pytest -m 'not slow' tests/unit tests/simulation
 	$(BIN)/python -m coverage report --include 'shared/baton_core/*' --fail-under 95 --skip-covered
 	$(BIN)/python -m pytest -m 'not slow' tests/contract tests/deploy tests/gpu

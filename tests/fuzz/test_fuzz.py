@@ -17,7 +17,7 @@ from fuzz.ports import PORTS_OF_A_STACK, listeners
 from fuzz.run import LIVE
 from fuzz.stand import Stand, standing
 
-CASES = int(os.environ.get("BATON_TEST_FUZZ_CASES", "2000"))
+CASES = int(os.environ.get("BATON_TEST_FUZZ_CASES", "10000"))
 SEED = 1
 
 
