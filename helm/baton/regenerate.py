@@ -33,6 +33,7 @@ OWN = {
 """Options that the chart sets from other values, or that make no sense in a pod."""
 
 TEXT = {"type": "string", "pattern": '^[^\\x00-\\x1f\\x7f"]*$'}  # one line, and nothing that ends a quoted text
+REDIS = {"type": "string", "pattern": '^((redis|rediss)://[^\\s"]+)?$'}
 QUANTITY = {"type": "string", "pattern": "^[0-9]+(\\.[0-9]+)?([EPTGMk]i?|m)?$"}
 NAME = {"type": "string", "pattern": "^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$", "maxLength": 253}
 FREE = {"type": "object"}
@@ -104,8 +105,10 @@ BY_PATH: dict[str, dict[str, Any]] = {
     },
     "router.replicas": POSITIVE,
     "bootstrap.replicas": POSITIVE,
+    "router.redis.key": SECRET_KEY,
+    "router.redis.url": REDIS,
     "bootstrap.redis.key": SECRET_KEY,
-    "bootstrap.redis.url": {"type": "string", "pattern": '^((redis|rediss)://[^\\s"]+)?$'},
+    "bootstrap.redis.url": REDIS,
     "registryToken.key": SECRET_KEY,
     "observability.tracing.endpoint": {"type": "string", "pattern": '^(https?://[^\\s"]+)?$'},
     "observability.tracing.ratio": {"type": "number", "minimum": 0, "maximum": 1},

@@ -113,6 +113,7 @@ def test_kubernetes_knows_every_object_and_every_key() -> None:
         "workers.gpus=-1",
         "bootstrap.replicas=0",
         "bootstrap.redis.url=http://redis",
+        "router.redis.url=redis",
         "observability.tracing.ratio=2",
         "image.engine.tag=a b",
         "image.engine.digest=sha256:12",
@@ -295,6 +296,20 @@ def test_keys_come_from_existing_secrets_and_reach_the_router_alone() -> None:
     assert not of_kind("everything", "Secret"), "the chart makes no secret: values end up in the release"
 
 
+def test_router_and_registry_hold_the_password_of_their_redis_and_workers_do_not() -> None:
+    found = {}
+    for role, pod, container in serving("everything"):
+        env = {one["name"]: one.get("value") for one in container["env"]}
+        if "redis-password" in str(pod["spec"]["volumes"]):
+            prefix = f"BATON_{role.upper()}_REDIS"
+            found[role] = (env[prefix], env[f"{prefix}_PASSWORD_FILE"])
+    password = "/run/baton-redis/password"
+    assert found == {
+        "router": ("redis://redis.data:6379/1", password),
+        "bootstrap": ("redis://redis.data:6379/0", password),
+    }
+
+
 def test_each_role_has_a_budget_and_may_scale() -> None:
     budgets = {one["metadata"]["name"] for one in of_kind("everything", "PodDisruptionBudget")}
     assert budgets == {"baton-router", "baton-prefill", "baton-decode"}
@@ -388,10 +403,8 @@ def test_nothing_else_comes_in_or_goes_out(example: str) -> None:
         for rule in spec["egress"]:
             to_others = any("namespaceSelector" in peer for peer in rule["to"])
             ports = {port["port"] for port in rule["ports"]}
-            asked = {53, {"bootstrap": 6379, "test": 53}.get(role, 4318)}
-            assert not to_others or (ports <= asked and len(rule["to"]) == 1), (
-                "only names, traces, the registry's Redis"
-            )
+            asked = {53, *{"bootstrap": (6379,), "router": (4318, 6379), "test": ()}.get(role, (4318,))}
+            assert not to_others or (ports <= asked and len(rule["to"]) == 1), "only names, traces, a Redis of its own"
         for rule in spec["ingress"] or []:
             open_to_all = "from" not in rule
             assert not open_to_all or (role == "router" and rule["ports"] == [{"protocol": "TCP", "port": 8000}])

@@ -125,7 +125,7 @@ spec:
         {{- if include "baton.hasToken" . }}
         - {name: registry-token, mountPath: /run/baton-registry, readOnly: true}
         {{- end }}
-        {{- if and (eq $role "bootstrap") $values.redis.existingSecret }}
+        {{- if and (has $role (list "router" "bootstrap")) $values.redis.existingSecret }}
         - {name: redis-password, mountPath: /run/baton-redis, readOnly: true}
         {{- end }}
         {{- if $worker }}
@@ -145,7 +145,7 @@ spec:
     - name: registry-token
       secret: {secretName: {{ $root.Values.registryToken.existingSecret }}, defaultMode: 0440}
     {{- end }}
-    {{- if and (eq $role "bootstrap") $values.redis.existingSecret }}
+    {{- if and (has $role (list "router" "bootstrap")) $values.redis.existingSecret }}
     - name: redis-password
       secret: {secretName: {{ $values.redis.existingSecret }}, defaultMode: 0440}
     {{- end }}
@@ -170,14 +170,15 @@ spec:
 {{- if include "baton.hasToken" . }}
 - {name: {{ ternary "BATON_BOOTSTRAP_TOKEN_FILE" "BATON_REGISTRY_TOKEN_FILE" (eq .role "bootstrap") }}, value: {{ printf "/run/baton-registry/%s" $root.Values.registryToken.key | quote }}}
 {{- end }}
-{{- if eq .role "bootstrap" }}
+{{- if not $worker }}
 {{- with $values.redis.url }}
-- {name: BATON_BOOTSTRAP_REDIS, value: {{ . | quote }}}
+- {name: BATON_{{ upper $.role }}_REDIS, value: {{ . | quote }}}
 {{- end }}
 {{- if $values.redis.existingSecret }}
-- {name: BATON_BOOTSTRAP_REDIS_PASSWORD_FILE, value: {{ printf "/run/baton-redis/%s" $values.redis.key | quote }}}
+- {name: BATON_{{ upper .role }}_REDIS_PASSWORD_FILE, value: {{ printf "/run/baton-redis/%s" $values.redis.key | quote }}}
 {{- end }}
-{{- else }}
+{{- end }}
+{{- if ne .role "bootstrap" }}
 {{- with $root.Values.observability.tracing }}
 {{- if .endpoint }}
 - {name: BATON_OTLP_ENDPOINT, value: {{ .endpoint | quote }}}
