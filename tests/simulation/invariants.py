@@ -160,10 +160,10 @@ def _check_limits(rank: "Rank", ledger: Ledger) -> None:
 def holder(rank: "Rank", rid: RequestId, room: Room, attempt: int, what: str) -> Handoff:
     """The live handoff of this very attempt, which somebody is about to touch memory for."""
     handoff = rank.ledger.live.get(rid)
-    if handoff is None or (handoff.room, handoff.attempt) != (room, attempt):
-        # The request may have gone on without this attempt, whose pages are somebody else's then.
-        every = rank.ledger.live.values()
-        handoff = next((one for one in every if (one.room, one.attempt, one.opened) == (room, attempt, True)), None)
+    if handoff is None or (handoff.room, handoff.attempt, handoff.opened) != (room, attempt, True):
+        # The request may have gone on without this attempt, whose pages are its remains' then.
+        every = [one for one in rank.ledger.live.values() if (one.room, one.attempt) == (room, attempt)]
+        handoff = next((one for one in every if one.opened), every[0] if every else None)
     if handoff is None:
         raise Broken("law of pages", f"{rank} {what} for {rid} room {room} attempt {attempt}, which is over")
     return handoff

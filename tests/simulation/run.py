@@ -57,6 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=1_000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--failures", type=int, default=1, help="stop at so many failing seeds [default 1]")
     parser.add_argument("--trace", action="store_true", help="print every event of the seeds")
     options = parser.parse_args(arguments)
     if options.trace:
@@ -64,20 +65,23 @@ def main(arguments: list[str] | None = None) -> int:
     batch = max(1, min(50, options.seeds // options.jobs))
     end = options.first + options.seeds
     batches = [range(first, min(end, first + batch)) for first in range(options.first, end, batch)]
-    total, times, began, done = Tally(), [], time.monotonic(), 0
+    total, times, began, done, failed = Tally(), [], time.monotonic(), 0, 0
     context = multiprocessing.get_context("spawn")
     with context.Pool(min(options.jobs, len(batches))) as pool:
         for played in pool.imap_unordered(play_many, batches):
             for one in played:
                 if one.failure:
-                    return _failed(one)
+                    _show_failure(one)
+                    failed += 1
+                    if failed >= options.failures:
+                        return 1
                 total.add(one.tally)
                 times.append(one.cpu_ms)
             done += len(played)
             if sys.stderr.isatty() or done % 1_000 < batch:
                 print(f"\r{done}/{options.seeds} seeds, {time.monotonic() - began:.0f} s", end="", file=sys.stderr)
     print(file=sys.stderr)
-    return _summary(total, times, options.seeds)
+    return _summary(total, times, failed)
 
 
 def _traced(seeds: range) -> int:
@@ -90,24 +94,26 @@ def _traced(seeds: range) -> int:
     return int(failed)
 
 
-def _failed(one: Played) -> int:
+def _show_failure(one: Played) -> None:
     print(f"\nseed {one.seed} failed\n  {one.failure}\n{one.trace}")
     print(f"seed {one.seed}: {one.failure}")
-    print(f"replay: python tests/simulation/run.py --first {one.seed} --seeds 1 --trace")
-    return 1
+    print(f"replay: python tests/simulation/run.py --first {one.seed} --seeds 1 --trace", flush=True)
 
 
-def _summary(total: Tally, times: list[float], seeds: int) -> int:
+def _summary(total: Tally, times: list[float], failed: int) -> int:
     print(report(total))
     times.sort()
     p95 = times[min(len(times) - 1, len(times) * 95 // 100)]
-    print(f"CPU per seed: median {statistics.median(times):.1f} ms, p95 {p95:.1f} ms; {total.events} events")
+    mean = statistics.mean(times)
+    print(
+        f"CPU per seed: median {statistics.median(times):.1f} ms, mean {mean:.1f}, p95 {p95:.1f}; {total.events} events"
+    )
     missing = shortfalls(total)
-    if seeds >= SEEDS_FOR_COVERAGE and missing:
+    if len(times) >= SEEDS_FOR_COVERAGE and missing:
         print("coverage is short:\n  " + "\n  ".join(missing))
         return 1
-    print(f"{seeds} seeds passed")
-    return 0
+    print(f"{len(times)} seeds passed" + (f", {failed} failed" if failed else ""))
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

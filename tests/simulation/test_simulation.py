@@ -64,7 +64,7 @@ def test_a_failing_seed_says_what_broke_and_how_to_replay_it(
         raise AssertionError("the moon is full")
 
     monkeypatch.setattr(World, "run", broken)
-    assert run._failed(run.play(7)) == 1
+    run._show_failure(run.play(7))
     said = capsys.readouterr().out
     assert "seed 7" in said and "the moon is full" in said and "--first 7 --seeds 1 --trace" in said
 
@@ -77,12 +77,17 @@ def test_the_command_traces_seeds(capsys: pytest.CaptureFixture[str]) -> None:
 def test_short_coverage_fails_a_long_run_and_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     empty = Tally()
     assert len(shortfalls(empty)) > len(legal_edges())
-    assert run._summary(empty, [1.0], SEEDS_FOR_COVERAGE) == 1
+    assert run._summary(empty, [1.0] * SEEDS_FOR_COVERAGE, failed=0) == 1
     said = capsys.readouterr().out
     assert "transition prefill intake -> bootstrapping: 0 times" in said
     assert "fault crash in phase decode.running: never" in said and "units of 5 ranks: 0" in said
-    assert run._summary(empty, [1.0], SEEDS_FOR_COVERAGE - 1) == 0
+    assert run._summary(empty, [1.0] * (SEEDS_FOR_COVERAGE - 1), failed=0) == 0
     assert "seeds passed" in capsys.readouterr().out
+
+
+def test_a_long_run_that_went_on_after_a_failing_seed_fails_in_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run._summary(Tally(), [1.0, 2.0], failed=1) == 1
+    assert "2 seeds passed, 1 failed" in capsys.readouterr().out
 
 
 def test_the_report_lists_every_transition_and_fault() -> None:
