@@ -271,4 +271,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started goes with whoever started it
     sys.exit(main())

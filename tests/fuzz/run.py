@@ -6,6 +6,7 @@ python tests/fuzz/run.py --port links --seed 1 --first 4711 --cases 1
 
 import argparse
 import asyncio
+import signal
 import sys
 import tempfile
 import time
@@ -77,4 +78,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started goes with whoever started it
     sys.exit(main())
