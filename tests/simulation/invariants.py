@@ -58,9 +58,10 @@ def check_books(rank: "Rank", now: int) -> None:
             due = handoff.due_at
             if due <= now:
                 raise Broken("liveness", f"{rank} {handoff.rid} in {handoff.phase}: due at {due}, it is {now}")
-        pages = tuple(node.page for node in handoff.shared)
-        if handoff.pages[: len(pages)] != pages:
-            raise Broken("pages", f"{rank} {handoff.rid} shares {pages} of {handoff.pages}")
+        if handoff.shared:
+            pages = tuple(node.page for node in handoff.shared)
+            if handoff.pages[: len(pages)] != pages:
+                raise Broken("pages", f"{rank} {handoff.rid} shares {pages} of {handoff.pages}")
     pool = ledger.pool
     cached = 0 if ledger.cache is None else ledger.cache.pages
     if pool.free + held + cached != pool.total:
