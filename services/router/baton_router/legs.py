@@ -5,9 +5,9 @@ worker put into words may be the echo of the other leg's, so the other leg gets 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from baton_core.errors import Reason, Verdict
 from baton_core.limits import Millis
@@ -27,8 +27,8 @@ from baton_router.failures import (
     prefer,
 )
 from baton_router.merging import Scores, scores_in
-from baton_router.streamed_errors import StreamedError, first_piece
-from baton_router.upstream import Answer, Upstream, UpstreamError, UpstreamLost, UpstreamRefused, read_all
+from baton_router.streamed_errors import StreamedError, first_piece, may_be_error, whole_piece
+from baton_router.upstream import Answer, Calling, Upstream, UpstreamError, UpstreamLost, UpstreamRefused, read_all
 
 CAUSE_GRACE_MS: Millis = 50
 ERROR_BODY_MS: Millis = 1_000
@@ -64,81 +64,164 @@ class FirstBytes:
 
 
 class Leg(Generic[T]):
-    """One upstream call, opened when built, counted as in flight on its worker until it is ended."""
+    """One upstream call, begun when built, counted as in flight on its worker until it is ended.
+
+    What comes is looked at as it comes, by whoever brings it, so that a leg that goes well costs no task. Only what a
+    look cannot settle (an error's words, an error within a stream, the prompt's logprobs) is read by one.
+    """
 
     def __init__(
         self,
         target: Target,
         call: Call,
         body: bytes,
-        consume: Callable[[Answer], Awaitable[T]],
+        on_result: Callable[[], None],
         *,
         upstream: Upstream,
         directory: Directory,
     ) -> None:
         self.target = target
         self.worker = target.worker
-        self._upstream = upstream
+        self.is_done = False  # `result` is known
+        self._value: T | Failure | None = None
+        self._reading: asyncio.Task[T | Failure] | None = None
+        self._on_result = on_result
         self._directory = directory
-        self._answer: Answer | None = None
         self._ended = False
-        self._began_s = asyncio.get_running_loop().time()
-        self._given_up = ""
+        self._ends_when_done = False
+        self._timer: asyncio.TimerHandle | None = None
         directory.began(target, self)
-        self.task = asyncio.create_task(self._run(call, body, consume))
+        self._answer = upstream.call(target.worker.url + call.path, body, call.headers)
+        self._answer.on_news = self._news
+        self._news()  # it may have failed before it began
 
-    async def _run(self, call: Call, body: bytes, consume: Callable[[Answer], Awaitable[T]]) -> T | Failure:
-        worker = self.worker
+    @property
+    def result(self) -> T | Failure:
+        """What became of it. To be asked when it is done."""
+        return cast("T | Failure", self._value) if self._reading is None else self._reading.result()
+
+    def _news(self) -> None:
+        """Something of the answer came, or it is certain that no more will."""
+        if self.is_done or self._reading is not None:
+            return
+        status = self._answer.status
         try:
-            self._answer = await self._upstream.post(worker.url + call.path, body, call.headers)
-            if 200 <= self._answer.status < 300:
-                return await consume(self._answer)
-            return await _told(worker, self._answer)
-        except StreamedError as error:
-            return _said(worker, error)
-        except UpstreamRefused as error:
-            return leg_failure(FailureKind.REFUSED, _blame(worker, error), worker.url)
-        except UpstreamLost as error:
-            return leg_failure(FailureKind.LOST, _blame(worker, error), worker.url)
-        except asyncio.CancelledError:
-            if not self._given_up:
-                raise
-            return leg_failure(FailureKind.LOST, f"{_named(worker)}: {self._given_up}", worker.url)
+            if 200 <= status < 300:
+                self._look(self._answer)
+            elif status:
+                self._read_on(_told(self.worker, self._answer))
+            else:
+                self._answer.take()  # says why there will be no head
+        except UpstreamError as error:
+            self._settle(_missed(self.worker, error))
+
+    def _look(self, answer: Calling) -> None:
+        """Some of a good answer is here: settle the leg, or read on, or wait. Raises UpstreamError."""
+        raise NotImplementedError
+
+    def _settle(self, value: T | Failure) -> None:
+        self._value = value
+        self._done()
+
+    def _read_on(self, rest: Coroutine[Any, Any, T | Failure]) -> None:
+        """Let a task find out what becomes of it."""
+        self._reading = asyncio.create_task(_read(self.worker, rest))
+        self._reading.add_done_callback(lambda task: None if task.cancelled() else self._done())
+
+    def _done(self) -> None:
+        self.is_done = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._ends_when_done:
+            self.end()
+        self._on_result()
 
     @property
     def heard_s(self) -> float:
         """See LiveLeg."""
-        return self._began_s if self._answer is None else self._answer.heard_s
+        return self._answer.heard_s
 
     def give_up(self, text: str) -> None:
-        """See LiveLeg. Before the answer's head only the task waits, after it a reader, in it or elsewhere."""
-        if self._answer is not None:
-            self._answer.abandon(text)
-        elif not self._ended:
-            self._given_up = text
-            self.task.cancel()
+        """See LiveLeg."""
+        self._answer.abandon(text)
 
     def end(self) -> None:
         """Close the call unless its answer was read to the end. Harmless when repeated."""
         if self._ended:
             return
         self._ended = True
-        self.task.cancel()
-        if self._answer is not None:
-            self._answer.cancel()
+        self._answer.on_news = None
+        self._answer.cancel()
+        if self._reading is not None:
+            self._reading.cancel()
         self._directory.ended(self.target, self)
 
     def end_when_done(self) -> None:
         """End by itself as soon as there is nothing more to read."""
-        self.task.add_done_callback(lambda _task: self.end())
+        self._ends_when_done = True
+        if self.is_done:
+            self.end()
 
     def end_at(self, deadline_s: float) -> None:
         """End at `deadline_s` of the loop's clock at the latest."""
-        if self.task.done():
-            return  # nearly always: prefill has said its one token long before decode's last
-        # The timer also holds the only lasting reference to this leg: a loop keeps its tasks weakly.
-        timer = asyncio.get_running_loop().call_at(deadline_s, self.end)
-        self.task.add_done_callback(lambda _task: timer.cancel())
+        if not self.is_done:  # it nearly always is: prefill has said its one token long before decode's last
+            self._timer = asyncio.get_running_loop().call_at(deadline_s, self.end)
+
+    async def closed(self) -> None:
+        """After `end`: wait until nothing of it is left."""
+        if self._reading is not None:
+            await asyncio.wait([self._reading])
+        await self._answer.closed()
+
+
+class DecodeLeg(Leg[FirstBytes]):
+    """Comes to the first bytes of decode's answer."""
+
+    def _look(self, answer: Calling) -> None:
+        chunk = answer.take()
+        if chunk is None:
+            return
+        if may_be_error(answer, chunk):
+            self._read_on(_first_bytes(answer, chunk))
+        else:
+            self._settle(FirstBytes(answer=answer, chunk=chunk))
+
+
+class PrefillLeg(Leg["Scores | None"]):
+    """Comes to the end of prefill's answer, read for nobody: only that it is no error and ends well matters.
+
+    With `wants_scores` the prompt's logprobs are taken from it.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        call: Call,
+        body: bytes,
+        on_result: Callable[[], None],
+        *,
+        upstream: Upstream,
+        directory: Directory,
+    ) -> None:
+        self._wants_scores = call.wants_scores
+        self._dropped_bytes = 0
+        super().__init__(target, call, body, on_result, upstream=upstream, directory=directory)
+
+    def _look(self, answer: Calling) -> None:
+        if self._wants_scores:
+            self._read_on(_read_scores(answer))
+            return
+        while chunk := answer.take():
+            if not self._dropped_bytes and may_be_error(answer, chunk):
+                self._read_on(_drop(answer, chunk))
+                return
+            self._dropped_bytes += len(chunk)
+            if self._dropped_bytes > DROPPED_BYTES_MAX:
+                answer.cancel()
+                chunk = b""
+                break
+        if chunk is not None:
+            self._settle(None)
 
 
 class Attempt:
@@ -149,33 +232,39 @@ class Attempt:
     ) -> None:
         self.pair = pair
         self._waiter = waiter  # for a first token
-        self._prefill: Leg[Scores | None] | None = None
+        self._news: asyncio.Future[None] | None = None  # of a leg that comes to its result, while somebody waits
+        self._prefill: PrefillLeg | None = None
         if pair.prefill is not None:
-            consume = _read_scores if call.wants_scores else _drop
-            self._prefill = Leg(pair.prefill, call, call.prefill_body, consume, upstream=upstream, directory=directory)
+            self._prefill = PrefillLeg(
+                pair.prefill, call, call.prefill_body, self._tell, upstream=upstream, directory=directory
+            )
             self._prefill.end_when_done()
-        self._decode = Leg(pair.decode, call, call.decode_body, _first_bytes, upstream=upstream, directory=directory)
+        self._decode = DecodeLeg(
+            pair.decode, call, call.decode_body, self._tell, upstream=upstream, directory=directory
+        )
 
     async def outcome(self) -> FirstBytes | Failure:
         """Decode's first bytes, or the failure that the client should see."""
-        pending: list[asyncio.Task[FirstBytes | Failure] | asyncio.Task[Scores | Failure | None]] = [self._decode.task]
+        pending: list[DecodeLeg | PrefillLeg] = [self._decode]
         if self._prefill is not None:
-            pending.append(self._prefill.task)
+            pending.append(self._prefill)
         failure: Failure | None = None
         while pending:
-            grace_s = None if failure is None else CAUSE_GRACE_MS / 1000
-            await asyncio.wait(pending, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
-            finished = [task for task in pending if task.done()]
-            pending = [task for task in pending if not task.done()]
-            for task in finished:
-                result = task.result()
+            finished = [leg for leg in pending if leg.is_done]
+            if not finished:
+                if not await self._any_result(None if failure is None else CAUSE_GRACE_MS / 1000):
+                    break
+                continue
+            pending = [leg for leg in pending if not leg.is_done]
+            for leg in finished:
+                result = leg.result
                 if self._waiter is not None and not isinstance(result, Failure):
                     self._waiter.came(_now_ms())  # prefill's answer is its end, and decode's begins with it
                 if isinstance(result, FirstBytes):
                     return result
                 if isinstance(result, Failure):
                     failure = result if failure is None else prefer(failure, result)
-            if failure is not None and (not finished or _stands(failure)):
+            if failure is not None and _stands(failure):
                 break
         assert failure is not None, "decode ended with neither an answer nor a failure"
         return failure
@@ -185,14 +274,15 @@ class Attempt:
 
         An answer without them is a failure: the client would take what is left for all that it asked for.
         """
-        if self._prefill is None:
+        prefill = self._prefill
+        if prefill is None:
             return None
-        await asyncio.wait([self._prefill.task])
-        result, worker = self._prefill.task.result(), self._prefill.worker
-        if result is not None:
-            return result
-        text = f"{_named(worker)} answered without the prompt's logprobs"
-        return leg_failure(FailureKind.ANSWERED, text, worker.url)
+        while not prefill.is_done:
+            await self._any_result(None)
+        if prefill.result is not None:
+            return prefill.result
+        text = f"{_named(prefill.worker)} answered without the prompt's logprobs"
+        return leg_failure(FailureKind.ANSWERED, text, prefill.worker.url)
 
     def end(self) -> None:
         """Close both legs. Harmless when repeated."""
@@ -204,8 +294,9 @@ class Attempt:
 
     async def ended(self) -> None:
         """After `end`: wait until both connections are closed, so that a retry never overlaps what it replaces."""
-        legs = [leg.task for leg in (self._decode, self._prefill) if leg is not None]
-        await asyncio.wait(legs)
+        for leg in (self._decode, self._prefill):
+            if leg is not None:
+                await leg.closed()
 
     def leave(self, deadline_s: float) -> None:
         """Decode's answer was complete, so prefill's work is done: let it say so and keep its connection."""
@@ -214,9 +305,33 @@ class Attempt:
             self._prefill.end_at(deadline_s)
             self._prefill = None
 
+    def _tell(self) -> None:
+        """A leg came to its result."""
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
 
-async def _first_bytes(answer: Answer) -> FirstBytes:
-    return FirstBytes(answer=answer, chunk=await first_piece(answer))
+    async def _any_result(self, timeout_s: float | None) -> bool:
+        """Wait until a leg comes to its result; False: time was up first."""
+        self._news = news = asyncio.get_running_loop().create_future()
+        if timeout_s is None:
+            await news
+        else:
+            await asyncio.wait([news], timeout=timeout_s)
+        return news.done()
+
+
+async def _read(worker: Worker, rest: Awaitable[T | Failure]) -> T | Failure:
+    """What a leg comes to after its `rest`."""
+    try:
+        return await rest
+    except StreamedError as error:
+        return _said(worker, error)
+    except UpstreamError as error:
+        return _missed(worker, error)
+
+
+async def _first_bytes(answer: Answer, chunk: bytes) -> FirstBytes:
+    return FirstBytes(answer=answer, chunk=await whole_piece(answer, chunk))
 
 
 async def _read_scores(answer: Answer) -> Scores | None:
@@ -226,14 +341,20 @@ async def _read_scores(answer: Answer) -> Scores | None:
     return scores_in(body, is_event_stream=is_event_stream)
 
 
-async def _drop(answer: Answer) -> None:
-    """Read prefill's body to its end, for nobody: only that it is no error and ends well matters."""
-    size = len(await first_piece(answer))
-    while size and (chunk := await answer.read()):
-        size += len(chunk)
+async def _drop(answer: Answer, chunk: bytes) -> None:
+    """Read prefill's stream, which may begin with an error, to its end."""
+    size = len(await whole_piece(answer, chunk))
+    while more := await answer.read():
+        size += len(more)
         if size > DROPPED_BYTES_MAX:
             answer.cancel()
             return
+
+
+def _missed(worker: Worker, error: UpstreamError) -> Failure:
+    """A call that ended without an answer."""
+    kind = FailureKind.REFUSED if isinstance(error, UpstreamRefused) else FailureKind.LOST
+    return leg_failure(kind, f"{_named(worker)}: {error.text}", worker.url)
 
 
 def _said(worker: Worker, error: StreamedError) -> Failure:
@@ -279,10 +400,6 @@ def _stands(failure: Failure) -> bool:
 
 def _now_ms() -> float:
     return asyncio.get_running_loop().time() * 1000
-
-
-def _blame(worker: Worker, error: UpstreamError) -> str:
-    return f"{_named(worker)}: {error.text}"
 
 
 def _named(worker: Worker) -> str:
