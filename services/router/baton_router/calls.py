@@ -108,7 +108,7 @@ class Calls:
 
     def _headers(self, trip: Trip, fields: Fields) -> dict[str, str]:
         settings, rid = self._settings, trip.exchange.rid
-        left_ms: Millis = max(1, int((trip.deadline_s - asyncio.get_running_loop().time()) * 1000))
+        left_ms: Millis = max(1, int((trip.deadline_s - trip.loop.time()) * 1000))
         headers = JSON_HEADERS | {
             # A worker may still be burying the leg this one replaces, and would refuse the same id as a duplicate.
             "x-request-id": rid if trip.attempts == 1 else f"{rid}~{trip.attempts}",

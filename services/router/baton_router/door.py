@@ -16,7 +16,7 @@ import structlog
 
 from baton_core.limits import Millis
 from baton_core.routing.fairness import PRIORITIES, Entry, FairQueue, Meter, Quota, Ticket
-from baton_router.exchange import Refused
+from baton_router.caller import Refused
 from baton_router.failures import Rejection, turned_away
 from baton_router.keys import Holder, KeysError, find, parse_keys
 from baton_router.watched_file import contents

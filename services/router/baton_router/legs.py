@@ -1,36 +1,28 @@
-"""The two legs of one attempt: opened at once, ended together, unless prefill only has its own end left to say.
-
-Which failure the client sees: a wrong request (4xx) at once, whichever leg says it first. Any other failure that a
-worker put into words may be the echo of the other leg's, so the other leg gets a moment to name the cause.
-"""
+"""One leg of an attempt: a call to a worker, looked at as its answer comes, ended once."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from functools import partial
+from typing import Generic, TypeVar, cast
 
 from baton_core.errors import Reason, Verdict
 from baton_core.limits import Millis
-from baton_core.routing.pace import Waiter
-from baton_core.routing.pair import Pair
 from baton_core.routing.workers import Target, Worker
 from baton_router.directory import Directory
 from baton_router.exchange import EVENT_STREAM
 from baton_router.failures import (
-    CAUSES,
     JSON_TYPE,
     Failure,
     FailureKind,
     envelope,
     kind_of_answer,
     leg_failure,
-    prefer,
 )
 from baton_router.merging import Scores, scores_in
 from baton_router.streamed_errors import StreamedError, first_piece, may_be_error, whole_piece
 from baton_router.upstream import Answer, Calling, Upstream, UpstreamError, UpstreamLost, UpstreamRefused, read_all
 
-CAUSE_GRACE_MS: Millis = 50
 ERROR_BODY_MS: Millis = 1_000
 ERROR_BODY_BYTES_MAX = 1 << 20
 DROPPED_BYTES_MAX = 64 << 20
@@ -109,7 +101,7 @@ class Leg(Generic[T]):
             if 200 <= status < 300:
                 self._look(self._answer)
             elif status:
-                self._read_on(_told(self.worker, self._answer))
+                self._read_on(partial(_told, self.worker, self._answer))
             else:
                 self._answer.take()  # says why there will be no head
         except UpstreamError as error:
@@ -123,7 +115,7 @@ class Leg(Generic[T]):
         self._value = value
         self._done()
 
-    def _read_on(self, rest: Coroutine[Any, Any, T | Failure]) -> None:
+    def _read_on(self, rest: Callable[[], Awaitable[T | Failure]]) -> None:
         """Let a task find out what becomes of it."""
         self._reading = asyncio.create_task(_read(self.worker, rest))
         self._reading.add_done_callback(lambda task: None if task.cancelled() else self._done())
@@ -182,7 +174,7 @@ class DecodeLeg(Leg[FirstBytes]):
         if chunk is None:
             return
         if may_be_error(answer, chunk):
-            self._read_on(_first_bytes(answer, chunk))
+            self._read_on(partial(_first_bytes, answer, chunk))
         else:
             self._settle(FirstBytes(answer=answer, chunk=chunk))
 
@@ -209,11 +201,11 @@ class PrefillLeg(Leg["Scores | None"]):
 
     def _look(self, answer: Calling) -> None:
         if self._wants_scores:
-            self._read_on(_read_scores(answer))
+            self._read_on(partial(_read_scores, answer))
             return
         while chunk := answer.take():
             if not self._dropped_bytes and may_be_error(answer, chunk):
-                self._read_on(_drop(answer, chunk))
+                self._read_on(partial(_drop, answer, chunk))
                 return
             self._dropped_bytes += len(chunk)
             if self._dropped_bytes > DROPPED_BYTES_MAX:
@@ -224,106 +216,10 @@ class PrefillLeg(Leg["Scores | None"]):
             self._settle(None)
 
 
-class Attempt:
-    """Both legs of one room. `end` or `leave` must follow."""
-
-    def __init__(
-        self, pair: Pair, call: Call, *, upstream: Upstream, directory: Directory, waiter: Waiter | None = None
-    ) -> None:
-        self.pair = pair
-        self._waiter = waiter  # for a first token
-        self._news: asyncio.Future[None] | None = None  # of a leg that comes to its result, while somebody waits
-        self._prefill: PrefillLeg | None = None
-        if pair.prefill is not None:
-            self._prefill = PrefillLeg(
-                pair.prefill, call, call.prefill_body, self._tell, upstream=upstream, directory=directory
-            )
-            self._prefill.end_when_done()
-        self._decode = DecodeLeg(
-            pair.decode, call, call.decode_body, self._tell, upstream=upstream, directory=directory
-        )
-
-    async def outcome(self) -> FirstBytes | Failure:
-        """Decode's first bytes, or the failure that the client should see."""
-        pending: list[DecodeLeg | PrefillLeg] = [self._decode]
-        if self._prefill is not None:
-            pending.append(self._prefill)
-        failure: Failure | None = None
-        while pending:
-            finished = [leg for leg in pending if leg.is_done]
-            if not finished:
-                if not await self._any_result(None if failure is None else CAUSE_GRACE_MS / 1000):
-                    break
-                continue
-            pending = [leg for leg in pending if not leg.is_done]
-            for leg in finished:
-                result = leg.result
-                if self._waiter is not None and not isinstance(result, Failure):
-                    self._waiter.came(_now_ms())  # prefill's answer is its end, and decode's begins with it
-                if isinstance(result, FirstBytes):
-                    return result
-                if isinstance(result, Failure):
-                    failure = result if failure is None else prefer(failure, result)
-            if failure is not None and _stands(failure):
-                break
-        assert failure is not None, "decode ended with neither an answer nor a failure"
-        return failure
-
-    async def prompt_scores(self) -> Scores | Failure | None:
-        """What prefill says about the prompt, with `wants_scores`; None where no prefill worker takes part.
-
-        An answer without them is a failure: the client would take what is left for all that it asked for.
-        """
-        prefill = self._prefill
-        if prefill is None:
-            return None
-        while not prefill.is_done:
-            await self._any_result(None)
-        if prefill.result is not None:
-            return prefill.result
-        text = f"{_named(prefill.worker)} answered without the prompt's logprobs"
-        return leg_failure(FailureKind.ANSWERED, text, prefill.worker.url)
-
-    def end(self) -> None:
-        """Close both legs. Harmless when repeated."""
-        if self._waiter is not None:
-            self._waiter.gave_up(_now_ms())
-        self._decode.end()
-        if self._prefill is not None:
-            self._prefill.end()
-
-    async def ended(self) -> None:
-        """After `end`: wait until both connections are closed, so that a retry never overlaps what it replaces."""
-        for leg in (self._decode, self._prefill):
-            if leg is not None:
-                await leg.closed()
-
-    def leave(self, deadline_s: float) -> None:
-        """Decode's answer was complete, so prefill's work is done: let it say so and keep its connection."""
-        self._decode.end()
-        if self._prefill is not None:
-            self._prefill.end_at(deadline_s)
-            self._prefill = None
-
-    def _tell(self) -> None:
-        """A leg came to its result."""
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
-
-    async def _any_result(self, timeout_s: float | None) -> bool:
-        """Wait until a leg comes to its result; False: time was up first."""
-        self._news = news = asyncio.get_running_loop().create_future()
-        if timeout_s is None:
-            await news
-        else:
-            await asyncio.wait([news], timeout=timeout_s)
-        return news.done()
-
-
-async def _read(worker: Worker, rest: Awaitable[T | Failure]) -> T | Failure:
+async def _read(worker: Worker, rest: Callable[[], Awaitable[T | Failure]]) -> T | Failure:
     """What a leg comes to after its `rest`."""
     try:
-        return await rest
+        return await rest()
     except StreamedError as error:
         return _said(worker, error)
     except UpstreamError as error:
@@ -354,7 +250,7 @@ async def _drop(answer: Answer, chunk: bytes) -> None:
 def _missed(worker: Worker, error: UpstreamError) -> Failure:
     """A call that ended without an answer."""
     kind = FailureKind.REFUSED if isinstance(error, UpstreamRefused) else FailureKind.LOST
-    return leg_failure(kind, f"{_named(worker)}: {error.text}", worker.url)
+    return leg_failure(kind, f"{named(worker)}: {error.text}", worker.url)
 
 
 def _said(worker: Worker, error: StreamedError) -> Failure:
@@ -364,13 +260,13 @@ def _said(worker: Worker, error: StreamedError) -> Failure:
         status=error.status,
         body=error.body,
         url=worker.url,
-        text=f"{_named(worker)} began a stream with error {error.status}",
+        text=f"{named(worker)} began a stream with error {error.status}",
     )
 
 
 async def _told(worker: Worker, answer: Answer) -> Failure:
     """What a worker says that did not take the request, in its own words, as far as they come."""
-    text = f"{_named(worker)} answered {answer.status}"
+    text = f"{named(worker)} answered {answer.status}"
     content_type = answer.headers.get("content-type", "application/octet-stream").encode("latin-1")
     try:
         async with asyncio.timeout(ERROR_BODY_MS / 1000):
@@ -393,14 +289,6 @@ async def _told(worker: Worker, answer: Answer) -> Failure:
     )
 
 
-def _stands(failure: Failure) -> bool:
-    """Whether no other leg's failure could explain this one better."""
-    return failure.is_root_cause or failure.kind in CAUSES
-
-
-def _now_ms() -> float:
-    return asyncio.get_running_loop().time() * 1000
-
-
-def _named(worker: Worker) -> str:
+def named(worker: Worker) -> str:
+    """For people."""
     return f"{worker.role.value} worker {worker.url}"

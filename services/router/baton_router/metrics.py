@@ -153,7 +153,7 @@ class RouterMetrics:
             registry=registry,
         )
         self._workers = Gauge("baton_router_workers", "Workers known", ("role", "state"), registry=registry)
-        self.inflight = Gauge("baton_router_inflight_requests", "Requests under way", registry=registry)
+        self._inflight = Gauge("baton_router_inflight_requests", "Requests under way", registry=registry)
         self._children: dict[tuple[str, int], Counter] = {}
         self.itl = Gaps()
         registry.register(self.itl)
@@ -190,6 +190,10 @@ class RouterMetrics:
     def broke(self) -> None:
         """An answer that had begun ended with an error."""
         self._broken_streams.inc()
+
+    def under_way_from(self, count: Callable[[], float]) -> None:
+        """Where a scrape learns how many requests are under way."""
+        self._inflight.set_function(count)
 
     def open_breakers_from(self, count: Callable[[], float]) -> None:
         """Where a scrape learns how many breakers are open."""

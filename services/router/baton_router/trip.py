@@ -1,5 +1,6 @@
 """What one prompt's road has come to know: for its next attempt, its log line and its deadline."""
 
+import asyncio
 from dataclasses import dataclass, field
 
 from baton_core.routing.pair import Pair
@@ -15,6 +16,7 @@ class Trip:
     """One prompt, from its first pair to its last."""
 
     exchange: Exchange
+    loop: asyncio.AbstractEventLoop  # whose clock all times are of; to ask for the running one costs a system call
     began_s: float
     deadline_s: float
     ask: Ask = field(default_factory=Ask)
