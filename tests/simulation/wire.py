@@ -185,13 +185,15 @@ class Exchange:
     def _begun(self, status: int, headers: Mapping[str, str]) -> None:
         if not self.is_closed:
             self._heard()
-            self.reply.headers.update(headers)
+            self.reply.fields += [(name.encode(), value.encode()) for name, value in headers.items()]
             self.reply.begun(status)
+            self.reply.tell()
 
     def _extended(self, chunk: bytes) -> None:
         if not self.is_closed:
             self._heard()
             self.reply.extended(chunk)
+            self.reply.tell()
 
     def _finished(self) -> None:
         if not self.is_closed:
@@ -199,6 +201,7 @@ class Exchange:
             self.is_closed = True
             self._wire.over(self)
             self.reply.finished()
+            self.reply.tell()
             if self.on_answer is not None:
                 self.on_answer(self.reply.status)
 

@@ -205,6 +205,7 @@ class _Nowhere:
 
 
 def _failed(error: UpstreamError, now_s: float) -> Reply:
+    """Of a call that cannot be made: it says so as all others do, once its caller can hear it."""
     reply = Reply(_Nowhere(), now_s)
-    reply.failed(error)
+    asyncio.get_running_loop().call_soon(reply.failed, error)
     return reply

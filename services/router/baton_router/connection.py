@@ -9,6 +9,7 @@ A reply that is cancelled before its end closes the connection: that is how a wo
 
 import asyncio
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, Protocol, cast
 
 import httptools
@@ -45,16 +46,19 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one without saying so
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
-        if self._reply is None:
+        """See asyncio.Protocol. Whoever waits is told once, of all that is in the packet."""
+        reply = self._reply
+        if reply is None:
             return self.close()  # nobody asked
-        self._reply.heard_s = self._loop.time()
+        reply.heard_s = self._loop.time()
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._fault = self._fault or f"the answer is not HTTP ({error})"
         if self._fault:
             self._lose(self._fault)
+        else:
+            reply.tell()
         return None
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -65,6 +69,7 @@ class Connection(asyncio.Protocol):
         if reply is not None and reply.ends_with_connection and error is None:
             self._reply = None
             reply.finished()
+            reply.tell()
         else:
             self._lose(str(error) if error is not None else "it was closed")
 
@@ -77,14 +82,14 @@ class Connection(asyncio.Protocol):
         if self._head_bytes > HEAD_BYTES_MAX:
             self._fault = f"the answer's head is longer than {HEAD_BYTES_MAX} bytes"
         else:
-            self._reply.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+            self._reply.fields.append((name, value))
 
     def on_headers_complete(self) -> None:
         """The head is complete; one of a 1xx status announces another."""
         reply, status = self._reply, self._parser.get_status_code()
         assert reply is not None
         if status < 200:
-            reply.headers.clear()
+            reply.fields.clear()
         elif not self._fault:
             reply.begun(status)
 
@@ -175,7 +180,7 @@ class Reply:
 
     def __init__(self, way: Way, now_s: float) -> None:
         self.status = 0
-        self.headers: dict[str, str] = {}
+        self.fields: list[tuple[bytes, bytes]] = []  # of the head, as they came
         self.heard_s = now_s  # when the worker last sent something, or the call began
         self.way = way
         self.on_news: Callable[[], None] | None = None
@@ -190,6 +195,11 @@ class Reply:
     def has_begun(self) -> bool:
         """Whether the head is here."""
         return self.status != 0
+
+    @cached_property
+    def headers(self) -> dict[str, str]:
+        """See Answer. Made when it is asked for: of two answers to a request one is nearly always read for nobody."""
+        return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in self.fields}
 
     @property
     def ends_with_connection(self) -> bool:
@@ -243,7 +253,7 @@ class Reply:
         if not self._is_complete and self._error is None:
             self._error, self._is_held_back = UpstreamLost(text), False
             self.way.drop(self)
-            self._wake()
+            self.tell()
 
     async def closed(self) -> None:
         """See Calling."""
@@ -259,22 +269,19 @@ class Reply:
     # -- the connection's calls
 
     def begun(self, status: int) -> None:
-        """The head is complete."""
+        """The head is complete. Of this, and what follows, `tell` tells."""
         self.status = status
-        self._wake()
 
     def extended(self, data: bytes) -> bool:
         """More of the body; whether the worker should wait until it was read."""
         self._chunks.append(data)
         self._held_bytes += len(data)
-        self._wake()
         self._is_held_back = self._held_bytes > BUFFERED_BYTES_MAX
         return self._is_held_back
 
     def finished(self) -> None:
         """The body is complete."""
         self._is_complete, self._is_held_back = True, False
-        self._wake()
 
     def lost(self, text: str) -> None:
         """Nothing more will come."""
@@ -284,9 +291,10 @@ class Reply:
     def failed(self, error: UpstreamError) -> None:
         """Nothing more will come, for that reason."""
         self._error, self._is_held_back = error, False
-        self._wake()
+        self.tell()
 
-    def _wake(self) -> None:
+    def tell(self) -> None:
+        """Whoever waits hears that something came."""
         if self.on_news is not None:
             self.on_news()
         if self._waiter is not None and not self._waiter.done():

@@ -6,6 +6,7 @@ The request's deadline and the client's leaving end it anywhere, and close every
 """
 
 import asyncio
+import logging
 from contextlib import suppress
 
 import structlog
@@ -154,6 +155,8 @@ class Dispatch:
         self._recent.finished(exchange, None if trip.first_byte_s is None else trip.first_byte_s - trip.began_s)
         if trip.span is not None:
             _end(trip.span, trip)
+        if not log.is_enabled_for(logging.INFO):
+            return  # its fields alone cost more than the choice of the pair
         log.info(
             "router.finished",
             rid=exchange.rid,

@@ -2,9 +2,10 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
+
+import msgspec
 
 from baton_core.errors import Reason, Verdict
 from baton_core.limits import Millis
@@ -31,8 +32,7 @@ SCORES_BYTES_MAX = 128 << 20
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class Call(msgspec.Struct, frozen=True, kw_only=True):
     """What the legs send. With `wants_scores` prefill's answer is kept: it holds the prompt's logprobs.
 
     `continues`: the answer is to begin where another worker's broke off.
@@ -47,8 +47,7 @@ class Call:
     streams: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstBytes:
+class FirstBytes(msgspec.Struct, frozen=True, kw_only=True):
     """Decode's answer has begun: its head, and the first bytes of its body (empty: there are none)."""
 
     answer: Answer
@@ -75,7 +74,7 @@ class Leg(Generic[T]):
         self.target = target
         self.worker = target.worker
         self.is_done = False  # `result` is known
-        self._value: T | Failure | None = None
+        self._value: Any = None
         self._reading: asyncio.Task[T | Failure] | None = None
         self._on_result = on_result
         self._directory = directory
@@ -85,12 +84,11 @@ class Leg(Generic[T]):
         directory.began(target, self)
         self._answer = upstream.call(target.worker.url + call.path, body, call.headers)
         self._answer.on_news = self._news
-        self._news()  # it may have failed before it began
 
     @property
     def result(self) -> T | Failure:
         """What became of it. To be asked when it is done."""
-        return cast("T | Failure", self._value) if self._reading is None else self._reading.result()
+        return self._value if self._reading is None else self._reading.result()
 
     def _news(self) -> None:
         """Something of the answer came, or it is certain that no more will."""

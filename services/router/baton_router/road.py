@@ -160,9 +160,10 @@ class Road:
 
     async def _try(self, trip: Trip, fields: Fields, pair: Pair, span: Span | None) -> Failure | None:
         call = self._calls.prepare(trip, fields, pair, span)
-        unregistered = await self._calls.register(trip.room, pair)
-        if unregistered is not None:
-            return unregistered
+        if self._calls.registers(pair):
+            unregistered = await self._calls.register(trip.room, pair)
+            if unregistered is not None:
+                return unregistered
         waiter = self._waiter(trip, call, pair)
         attempt = Attempt(pair, call, upstream=self._upstream, directory=self._directory, loop=trip.loop, waiter=waiter)
         try:
