@@ -62,12 +62,42 @@ class Front(GuardedHttp):
     def __init__(self, generating: Generating, **given: Any) -> None:
         super().__init__(**given)
         self._generating = generating
+        self._idle_since_s = 0.0
+        self._idle_timer: asyncio.TimerHandle | None = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
         super().connection_lost(exc)
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
         if isinstance(self.cycle, HttpCaller):
             self.cycle.left()
+
+    # -- what uvicorn does, with one timer for all the times that a connection is idle
+
+    def on_response_complete(self) -> None:
+        """An answer is complete: the next request that came early, or patience."""
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+            return
+        self._idle_since_s = self.loop.time()
+        if self._idle_timer is None:
+            self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._let_go)
+
+    def _let_go(self) -> None:
+        """It may have been idle for too long; else the timer goes on."""
+        now_s = self.loop.time()
+        if self._in_head or self._in_body or not self.cycle.response_complete:
+            self._idle_since_s = now_s
+        left_s = self._idle_since_s + self.timeout_keep_alive - now_s
+        if left_s > 0:
+            self._idle_timer = self.loop.call_later(left_s, self._let_go)
+        else:
+            self.timeout_keep_alive_handler()
 
     # -- httptools' calls
 

@@ -122,9 +122,10 @@ class Leg(Generic[T]):
         self.is_done = True
         if self._timer is not None:
             self._timer.cancel()
+        on_result = self._on_result
         if self._ends_when_done:
             self.end()
-        self._on_result()
+        on_result()
 
     @property
     def heard_s(self) -> float:
@@ -140,7 +141,8 @@ class Leg(Generic[T]):
         if self._ended:
             return
         self._ended = True
-        self._answer.on_news = None
+        # Nothing is to be heard any more; and what refers to itself in a circle would live until it is searched for.
+        self._answer.on_news, self._on_result = None, _unheard
         self._answer.cancel()
         if self._reading is not None:
             self._reading.cancel()
@@ -212,6 +214,10 @@ class PrefillLeg(Leg["Scores | None"]):
                 break
         if chunk is not None:
             self._settle(None)
+
+
+def _unheard() -> None:
+    """Nobody waits for this leg."""
 
 
 async def _read(worker: Worker, rest: Callable[[], Awaitable[T | Failure]]) -> T | Failure:
