@@ -60,14 +60,12 @@ class Attempt:
             pending = [leg for leg in pending if not leg.is_done]
             for leg in finished:
                 result = leg.result
-                if self._waiter is not None and not isinstance(result, Failure):
-                    self._waiter.came(
-                        1000 * self._loop.time()
-                    )  # prefill's answer is its end, and decode's begins with it
-                if isinstance(result, FirstBytes):
-                    return result
                 if isinstance(result, Failure):
                     failure = result if failure is None else prefer(failure, result)
+                    continue
+                self._came()
+                if isinstance(result, FirstBytes):
+                    return result
             if failure is not None and _stands(failure):
                 break
         assert failure is not None, "decode ended with neither an answer nor a failure"
@@ -110,9 +108,16 @@ class Attempt:
             self._prefill = None
 
     def _tell(self) -> None:
-        """A leg came to its result."""
-        if self._news is not None and not self._news.done():
+        """A leg came to its result. Prefill's good end, which nearly always comes first, wakes nobody: it ends no wait."""
+        if self._prefill is not None and self._prefill.went_well and not self._decode.is_done:
+            self._came()
+        elif self._news is not None and not self._news.done():
             self._news.set_result(None)
+
+    def _came(self) -> None:
+        """The first token is computed: prefill's answer is its end, and decode's begins with it."""
+        if self._waiter is not None:
+            self._waiter.came(1000 * self._loop.time())
 
     async def _any_result(self, timeout_s: float | None) -> bool:
         """Wait until a leg comes to its result; False: time was up first."""

@@ -42,7 +42,6 @@ class _Origin:
 
     def release(self, connection: Connection) -> None:
         """Its call is over."""
-        connection.idle_since_s = asyncio.get_running_loop().time()
         self.idle[connection] = None
 
     def forget(self, connection: Connection) -> None:
@@ -104,6 +103,7 @@ class HttpUpstream:
         self._tls: ssl.SSLContext | None = None
 
     async def __aenter__(self) -> "HttpUpstream":
+        self._loop = asyncio.get_running_loop()
         return self
 
     async def __aexit__(
@@ -128,7 +128,7 @@ class HttpUpstream:
     def _call(self, method: str, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
         cut = url.find("/", url.index("://") + 3)
         base, target = (url, "/") if cut < 0 else (url[:cut], url[cut:])
-        now_s = asyncio.get_running_loop().time()
+        now_s = self._loop.time()
         try:
             origin = self._origins.get(base) or self._origin(base)
         except UpstreamError as error:

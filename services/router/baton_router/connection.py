@@ -9,7 +9,6 @@ A reply that is cancelled before its end closes the connection: that is how a wo
 
 import asyncio
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from typing import Any, Protocol, cast
 
 import httptools
@@ -104,6 +103,7 @@ class Connection(asyncio.Protocol):
         if reply is None or not reply.has_begun:
             return
         self._reply = None
+        self.idle_since_s = reply.heard_s
         reply.finished()
         transport = self._transport
         if transport is None:
@@ -184,6 +184,7 @@ class Reply:
         self.heard_s = now_s  # when the worker last sent something, or the call began
         self.way = way
         self.on_news: Callable[[], None] | None = None
+        self._headers: dict[str, str] | None = None
         self._chunks: list[bytes] = []
         self._held_bytes = 0
         self._is_held_back = False
@@ -196,10 +197,12 @@ class Reply:
         """Whether the head is here."""
         return self.status != 0
 
-    @cached_property
+    @property
     def headers(self) -> dict[str, str]:
         """See Answer. Made when it is asked for: of two answers to a request one is nearly always read for nobody."""
-        return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in self.fields}
+        if self._headers is None:
+            self._headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in self.fields}
+        return self._headers
 
     @property
     def ends_with_connection(self) -> bool:

@@ -58,6 +58,7 @@ class Dispatch:
         self._needs = needs
         self._silence_ms = silence_ms
         self._tracing = tracing
+        self._is_logging = log.is_enabled_for(logging.INFO)  # else a line's fields are made for nobody
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, as an ASGI application."""
@@ -155,8 +156,8 @@ class Dispatch:
         self._recent.finished(exchange, None if trip.first_byte_s is None else trip.first_byte_s - trip.began_s)
         if trip.span is not None:
             _end(trip.span, trip)
-        if not log.is_enabled_for(logging.INFO):
-            return  # its fields alone cost more than the choice of the pair
+        if not self._is_logging:
+            return
         log.info(
             "router.finished",
             rid=exchange.rid,

@@ -155,9 +155,9 @@ class HttpCaller(RequestResponseCycle):
         self._head = b""  # of the answer, until it leaves
         self._on_leave: Callable[[], None] | None = None
 
-    async def run(self, *_asgi: object) -> None:
+    def run(self, *_asgi: object) -> Awaitable[None]:
         """Have the request answered; to be called in place of an ASGI application."""
-        await self._generating.serve(self, self._route, dict(self._headers))
+        return self._generating.serve(self, self._route, dict(self._headers))
 
     def left(self) -> None:
         """The connection is closed."""

@@ -90,6 +90,11 @@ class Leg(Generic[T]):
         """What became of it. To be asked when it is done."""
         return self._value if self._reading is None else self._reading.result()
 
+    @property
+    def went_well(self) -> bool:
+        """Whether it is done, and a look was enough to see that it is no failure."""
+        return self.is_done and self._reading is None and not isinstance(self._value, Failure)
+
     def _news(self) -> None:
         """Something of the answer came, or it is certain that no more will."""
         if self.is_done or self._reading is not None:
