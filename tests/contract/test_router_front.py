@@ -12,6 +12,7 @@ import pytest
 
 from baton_core.limits import Limits
 from baton_router import front
+from baton_router.caller import AsgiCaller
 from contract.fake_workers import TOKENS, World, answers, decodes_slowly, dies_after, event, is_silent, world
 
 WAIT_S = 5.0
@@ -70,6 +71,15 @@ async def wire(w: World) -> AsyncIterator[Wire]:
         yield Wire(reader, writer)
     finally:
         writer.close()
+
+
+async def test_only_a_query_leads_through_asgi(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(AsgiCaller, "unwatch", lambda self: made.append(self))
+    async with world() as w, wire(w) as line:
+        await line.say(call(target))
+        await line.answer()
+        assert bool(made) is ("?" in target)
 
 
 async def test_a_connection_serves_one_request_after_another(target: str) -> None:
