@@ -353,7 +353,7 @@ async def running(config: RouterConfig) -> AsyncIterator[Client]:
     draws = iter(range(1_000_000))
     app = build(config, lambda _bits: next(draws))
     server = uvicorn.Server(
-        uvicorn.Config(app, http="httptools", access_log=False, log_config=None, timeout_graceful_shutdown=1)
+        uvicorn.Config(app, http=app.http, access_log=False, log_config=None, timeout_graceful_shutdown=1)
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     async with aiohttp.ClientSession() as session:

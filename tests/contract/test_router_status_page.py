@@ -10,12 +10,21 @@ from contract.test_router_admin import admin_of
 HOSTILE = "<script>alert('x')</script>"
 
 
-async def nowhere(_message: object) -> None:
+class Nowhere:
     """A client that reads nothing."""
+
+    async def begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """See Answering."""
+
+    async def write(self, chunk: bytes) -> None:
+        """See Answering."""
+
+    async def end(self, chunk: bytes) -> None:
+        """See Answering."""
 
 
 def failed(rid: str, text: str) -> Exchange:
-    exchange = Exchange(route="/generate", rid=rid, send=nowhere)
+    exchange = Exchange(route="/generate", rid=rid, client=Nowhere())
     exchange.failure, exchange.status = leg_failure(FailureKind.LOST, text, "http://10.0.0.7:8200"), 502
     return exchange
 
@@ -65,7 +74,7 @@ def test_rates_are_those_of_the_last_minute_and_failures_the_last_twenty() -> No
     for number in range(30):
         now_s = float(number)
         recent.finished(failed(f"r{number}", "lost"), None)
-        recent.finished(Exchange(route="/generate", rid="ok", send=nowhere), 0.25)
+        recent.finished(Exchange(route="/generate", rid="ok", client=Nowhere()), 0.25)
     now_s = 60.0
     assert recent.rates() == Rates(requests_per_s=58 / 60, failures_per_s=29 / 60, ttft_s={0.5: 0.25, 0.95: 0.25})
     assert [one.rid for one in recent.failures] == [f"r{number}" for number in range(10, 30)]

@@ -65,7 +65,7 @@ def test_a_leg_that_is_counted_for_ever_is_noticed(monkeypatch: pytest.MonkeyPat
     real = Directory.ended
 
     def ended(self: Directory, target: Target, leg: Leg[object]) -> None:
-        if leg.task.done():
+        if leg.is_done:
             real(self, target, leg)
 
     monkeypatch.setattr(Directory, "ended", ended)

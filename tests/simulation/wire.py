@@ -8,6 +8,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlencode
 
@@ -95,7 +96,7 @@ class Exchange:
         self._wire, self._client, self._server, self.ask = wire, client, server, ask
         self._queues: dict[bool, deque[tuple[Callable[..., None], tuple[Any, ...]]]] = {True: deque(), False: deque()}
         self._pumping = {True: False, False: False}
-        self.reply = Reply(self)  # type: ignore[arg-type]
+        self.reply = Reply(self, wire.world.now / 1000)
         self.is_closed = False  # by the client
         self.client_left = False  # as far as the server knows
         self.on_leave: Callable[[], None] | None = None
@@ -130,6 +131,9 @@ class Exchange:
 
     def resume(self) -> None:
         """Nobody is held back here."""
+
+    async def closed(self) -> None:
+        """It was, at once."""
 
     # -- the way
 
@@ -181,13 +185,15 @@ class Exchange:
     def _begun(self, status: int, headers: Mapping[str, str]) -> None:
         if not self.is_closed:
             self._heard()
-            self.reply.headers.update(headers)
+            self.reply.fields += [(name.encode(), value.encode()) for name, value in headers.items()]
             self.reply.begun(status)
+            self.reply.tell()
 
     def _extended(self, chunk: bytes) -> None:
         if not self.is_closed:
             self._heard()
             self.reply.extended(chunk)
+            self.reply.tell()
 
     def _finished(self) -> None:
         if not self.is_closed:
@@ -195,6 +201,7 @@ class Exchange:
             self.is_closed = True
             self._wire.over(self)
             self.reply.finished()
+            self.reply.tell()
             if self.on_answer is not None:
                 self.on_answer(self.reply.status)
 
@@ -222,25 +229,56 @@ class SimulatedUpstream:
     def __init__(self, wire: Wire, process: Process, watch: Callable[[str, Ask, Exchange | None], None]) -> None:
         self._wire, self._process, self._watch = wire, process, watch
 
+    def call(self, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
+        """See Upstream."""
+        return self._call("POST", url, body, headers)
+
     async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
         """See Upstream."""
-        return await self._call("POST", url, body, headers)
+        reply = self._call("POST", url, body, headers)
+        await reply.begin()
+        return reply
 
     async def get(self, url: str, timeout_ms: Millis) -> tuple[int, bytes]:
         """See Upstream."""
-        return await read_within(timeout_ms, BODY_BYTES_MAX, self._call("GET", url, b"", NO_HEADERS))
+        return await read_within(timeout_ms, BODY_BYTES_MAX, self._get(url))
 
-    async def _call(self, method: str, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
+    async def _get(self, url: str) -> Reply:
+        reply = self._call("GET", url, b"", NO_HEADERS)
+        await reply.begin()
+        return reply
+
+    def _call(self, method: str, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
         address, ask = ask_of(method, url, headers, body)
         after_ms = self._wire.refusal_ms(self._process, address)
         if after_ms is not None:
-            await asyncio.sleep(after_ms / 1000)
-            self._watch(address, ask, None)
-            raise UpstreamRefused("no connection")
+            return _Refusing(after_ms, self._wire.world.now / 1000, partial(self._watch, address, ask, None)).reply
         exchange = self._wire.send(self._process, address, ask)
         self._watch(address, ask, exchange)
-        await exchange.reply.begin()
         return exchange.reply
+
+
+class _Refusing:
+    """The way of a call that finds nobody, which shows in a while."""
+
+    def __init__(self, after_ms: Millis, now_s: float, watch: Callable[[], None]) -> None:
+        self.reply = Reply(self, now_s)
+        self._watch = watch
+        self._timer = asyncio.get_running_loop().call_later(after_ms / 1000, self._refuse)
+
+    def _refuse(self) -> None:
+        self._watch()
+        self.reply.failed(UpstreamRefused("no connection"))
+
+    def drop(self, reply: Reply) -> None:
+        """The client gave up before."""
+        self._timer.cancel()
+
+    def resume(self) -> None:
+        """Nothing was said."""
+
+    async def closed(self) -> None:
+        """Nothing was open."""
 
 
 class Session:

@@ -9,7 +9,6 @@ import structlog
 import uvicorn
 
 from baton_io.config import describe, load
-from baton_io.http_guard import GuardedHttp
 from baton_io.logs import configure_logs
 from baton_router.app import build
 from baton_router.config import RouterConfig
@@ -45,7 +44,7 @@ def main() -> None:
         app,
         host=config.host,
         port=config.port,
-        http=GuardedHttp,
+        http=app.http,
         loop="uvloop",
         access_log=False,
         log_config=None,

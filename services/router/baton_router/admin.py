@@ -25,9 +25,9 @@ from baton_core.limits import Millis
 from baton_core.routing.workers import Role, Worker, in_flight_of
 from baton_io.http_guard import GuardedHttp
 from baton_router.api import NewWorker, admin_document
+from baton_router.caller import ClientGone, Refused, read_body
 from baton_router.config import check_url
 from baton_router.directory import Directory
-from baton_router.exchange import ClientGone, Refused, read_body
 from baton_router.failures import CLIENT_GONE_STATUS, envelope
 
 SOURCE = "operators"

@@ -1,11 +1,10 @@
 """The router's HTTP face: the generating routes go straight to the dispatch, everything else to FastAPI.
 
-The front is four lines of ASGI rather than a FastAPI route, because what a framework does for a request whose body it
-neither reads nor validates costs more than the choice of the pair.
+What a framework does for a request whose body it neither reads nor validates costs more than the choice of the pair.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from baton_io.registry_token import read_token
 from baton_io.tracing import Tracing, open_tracing
 from baton_router.admin import admin_app, http_error, serving_admin, shown
 from baton_router.api import router_document
+from baton_router.caller import ClientGone, Refused, read_body
 from baton_router.calls import RoadSettings
 from baton_router.client import HttpUpstream
 from baton_router.config import RouterConfig, parse_address
@@ -37,11 +37,11 @@ from baton_router.discovery.configured import configured_sources
 from baton_router.discovery.source import keep_following
 from baton_router.dispatch import Dispatch
 from baton_router.door import Door
-from baton_router.exchange import ClientGone, Receive, Refused, Scope, Send, read_body
 from baton_router.facts import needs_of
 from baton_router.failures import Failure, own_failure
+from baton_router.front import RouterApp
 from baton_router.keys import parse_keys
-from baton_router.metrics import GENERATING_ROUTES, RouterMetrics, TargetFigures
+from baton_router.metrics import RouterMetrics, TargetFigures
 from baton_router.probe import Prober
 from baton_router.recent import Recent
 from baton_router.road import Road
@@ -57,7 +57,6 @@ QUERY_SAFE = "%!$&'()*+,;=:@/?-._~"
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Watch = Callable[[], Coroutine[Any, Any, None]]
-AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Control:
@@ -205,7 +204,7 @@ class Control:
         return max(1, self._config.limits.retry_after_ms // 1000)
 
 
-def build(config: RouterConfig, draw: Callable[[int], int]) -> AsgiApp:
+def build(config: RouterConfig, draw: Callable[[int], int]) -> RouterApp:
     """A whole router from its configuration; `draw(n)` gives a random integer of n bits.
 
     Raises KeysError or OSError when the file of keys cannot be used: a router without it would let nobody in; OSError or
@@ -227,6 +226,7 @@ def build(config: RouterConfig, draw: Callable[[int], int]) -> AsgiApp:
         door.take_keys(parse_keys(Path(config.keys_file).read_bytes()))
     names = PolicyName(config.prefill_policy), PolicyName(config.decode_policy)
     recent = Recent()
+    metrics.under_way_from(lambda: recent.under_way)
     tracing = open_tracing("baton-router", f"{draw(64):016x}", config.otlp_endpoint, config.trace_ratio)
     pace = Pace(longest_ms=config.first_token_ms)
     metrics.waits_from(lambda: pace.waiting, lambda: pace.expected_ms(1000 * asyncio.get_running_loop().time()) / 1000)
@@ -252,7 +252,7 @@ def build(config: RouterConfig, draw: Callable[[int], int]) -> AsgiApp:
         door=door,
         tracing=tracing,
     )
-    return _front(dispatch, _control_app(control))
+    return RouterApp(dispatch, _control_app(control))
 
 
 def _directory(config: RouterConfig, upstream: Upstream, metrics: RouterMetrics) -> Directory:
@@ -355,14 +355,6 @@ def _shared_quotas(config: RouterConfig, metrics: RouterMetrics) -> "SharedQuota
         lease_ms=config.limits.request_budget_ms,
         on_away=metrics.counted_alone,
     )
-
-
-def _front(dispatch: AsgiApp, control: AsgiApp) -> AsgiApp:
-    async def front(scope: Scope, receive: Receive, send: Send) -> None:
-        generating = scope["type"] == "http" and scope["path"] in GENERATING_ROUTES and scope["method"] == "POST"
-        await (dispatch if generating else control)(scope, receive, send)
-
-    return front
 
 
 def _control_app(control: Control) -> FastAPI:

@@ -68,22 +68,28 @@ class Calls:
         if trip.journal is not None and trip.journal.has_begun:
             continuation = trip.journal.continuation()
             fields = {name: value for name, value in fields.items() if name != "rid"}  # the head's counts attempts
+        streams = _streams(fields)
         decode_body = body_for_workers(fields, bootstrap, decode_ranks, continuation)
         same = prefill_ranks == decode_ranks
         return Call(
             path=exchange.route,
             prefill_body=decode_body if same else body_for_workers(fields, bootstrap, prefill_ranks, continuation),
             decode_body=decode_body,
-            headers=self._headers(trip, fields) | ({} if span is None else span.headers),
+            headers=self._headers(trip, streams) if span is None else self._headers(trip, streams) | span.headers,
             wants_scores=continuation is None and trip.scores is None and asks_for_scores(exchange.route, fields),
             continues=continuation is not None,
-            streams=_streams(fields),
+            streams=streams,
+        )
+
+    def registers(self, pair: Pair) -> bool:
+        """Whether a pair's legs may go only when its room's rank is published."""
+        return (
+            self._settings.dp_mode is DpMode.REGISTER and pair.prefill is not None and pair.prefill.dp_rank is not None
         )
 
     async def register(self, room: int, pair: Pair) -> Failure | None:
-        """In the mode that does so: publish the rank of a room where decode will look it up."""
-        if self._settings.dp_mode is not DpMode.REGISTER or pair.prefill is None or pair.prefill.dp_rank is None:
-            return None
+        """Publish the rank of a room where decode will look it up."""
+        assert pair.prefill is not None
         worker = pair.prefill.worker
         host, port = self._settings.registry or (worker.bootstrap_host, worker.bootstrap_port)
         told: dict[str, object] = {"bootstrap_room": room, "dp_rank": pair.prefill.dp_rank}
@@ -106,9 +112,9 @@ class Calls:
             return leg_failure(FailureKind.ANSWERED, text, worker.url)
         return None
 
-    def _headers(self, trip: Trip, fields: Fields) -> dict[str, str]:
+    def _headers(self, trip: Trip, streams: bool) -> dict[str, str]:
         settings, rid = self._settings, trip.exchange.rid
-        left_ms: Millis = max(1, int((trip.deadline_s - asyncio.get_running_loop().time()) * 1000))
+        left_ms: Millis = max(1, int((trip.deadline_s - trip.loop.time()) * 1000))
         headers = JSON_HEADERS | {
             # A worker may still be burying the leg this one replaces, and would refuse the same id as a duplicate.
             "x-request-id": rid if trip.attempts == 1 else f"{rid}~{trip.attempts}",
@@ -116,7 +122,7 @@ class Calls:
         }
         if settings.worker_key is not None:
             headers["authorization"] = f"Bearer {settings.worker_key}"
-        if settings.migrations and _streams(fields):
+        if settings.migrations and streams:
             headers[TOKEN_IDS_HEADER] = "1"
         return headers
 

@@ -6,8 +6,9 @@ There is no total timeout: a long prompt is not an error, and the request's own 
 import asyncio
 import re
 import ssl
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from urllib.parse import urlsplit
 
@@ -26,6 +27,8 @@ HOST = re.compile(
 """A host name, as DNS has it, or an IP address."""
 NO_HEADERS: Mapping[str, str] = {}
 
+Connect = Callable[[], Awaitable[Connection]]
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Origin:
@@ -39,7 +42,6 @@ class _Origin:
 
     def release(self, connection: Connection) -> None:
         """Its call is over."""
-        connection.idle_since_s = asyncio.get_running_loop().time()
         self.idle[connection] = None
 
     def forget(self, connection: Connection) -> None:
@@ -62,6 +64,36 @@ class _Origin:
         self.idle.clear()
 
 
+class _Connecting:
+    """The way of a call for which a connection is still to be made: the one case that takes a task."""
+
+    def __init__(self, connect: Connect, head: bytes, body: bytes, now_s: float) -> None:
+        self.reply = Reply(self, now_s)
+        self._task = asyncio.create_task(self._send(connect, head, body))
+
+    async def _send(self, connect: Connect, head: bytes, body: bytes) -> None:
+        try:
+            connection = await connect()
+        except UpstreamError as error:
+            self.reply.failed(error)
+        except Exception as error:  # ours; nobody may wait for ever
+            self.reply.failed(UpstreamLost(f"no connection ({error!r})"))
+            raise
+        else:
+            connection.send(head, body, self.reply)
+
+    def drop(self, reply: Reply) -> None:
+        """See Way."""
+        self._task.cancel()
+
+    def resume(self) -> None:
+        """Nothing was read."""
+
+    async def closed(self) -> None:
+        """See Way."""
+        await asyncio.wait([self._task])
+
+
 class HttpUpstream:
     """`Upstream` over connections that are kept; leave it inside the event loop that used it."""
 
@@ -71,6 +103,7 @@ class HttpUpstream:
         self._tls: ssl.SSLContext | None = None
 
     async def __aenter__(self) -> "HttpUpstream":
+        self._loop = asyncio.get_running_loop()
         return self
 
     async def __aexit__(
@@ -79,21 +112,33 @@ class HttpUpstream:
         for origin in self._origins.values():
             origin.close()
 
+    def call(self, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
+        """See Upstream."""
+        return self._call("POST", url, body, headers)
+
     async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
         """See Upstream."""
-        return await self._call("POST", url, body, headers)
+        return await _begun(self._call("POST", url, body, headers))
 
     async def get(self, url: str, timeout_ms: Millis) -> tuple[int, bytes]:
         """See Upstream."""
-        return await read_within(timeout_ms, PROBE_BODY_BYTES_MAX, self._call("GET", url, b"", NO_HEADERS))
+        call = _begun(self._call("GET", url, b"", NO_HEADERS))
+        return await read_within(timeout_ms, PROBE_BODY_BYTES_MAX, call)
 
-    async def _call(self, method: str, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
+    def _call(self, method: str, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
         cut = url.find("/", url.index("://") + 3)
         base, target = (url, "/") if cut < 0 else (url[:cut], url[cut:])
-        origin = self._origins.get(base) or self._origin(base)
-        connection = origin.take(asyncio.get_running_loop().time()) or await self._connect(origin)
-        reply = connection.send(request_head(method, target, origin.authority, len(body), headers), body)
-        await reply.begin()
+        now_s = self._loop.time()
+        try:
+            origin = self._origins.get(base) or self._origin(base)
+        except UpstreamError as error:
+            return _failed(error, now_s)
+        head = request_head(method, target, origin.authority, len(body), headers)
+        connection = origin.take(now_s)
+        if connection is None:
+            return _Connecting(partial(self._connect, origin), head, body, now_s).reply
+        reply = Reply(connection, now_s)
+        connection.send(head, body, reply)
         return reply
 
     async def _connect(self, origin: _Origin) -> Connection:
@@ -138,3 +183,29 @@ class HttpUpstream:
         if self._tls is None:
             self._tls = ssl.create_default_context()
         return self._tls
+
+
+async def _begun(reply: Reply) -> Reply:
+    """The reply, once its head is here. Raises UpstreamError; closes the connection when cancelled."""
+    await reply.begin()
+    return reply
+
+
+class _Nowhere:
+    """The way of a call that failed before it began."""
+
+    def drop(self, reply: Reply) -> None:
+        """See Way."""
+
+    def resume(self) -> None:
+        """See Way."""
+
+    async def closed(self) -> None:
+        """See Way."""
+
+
+def _failed(error: UpstreamError, now_s: float) -> Reply:
+    """Of a call that cannot be made: it says so as all others do, once its caller can hear it."""
+    reply = Reply(_Nowhere(), now_s)
+    asyncio.get_running_loop().call_soon(reply.failed, error)
+    return reply

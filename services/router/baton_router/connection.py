@@ -9,11 +9,11 @@ A reply that is cancelled before its end closes the connection: that is how a wo
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import httptools
 
-from baton_router.upstream import UpstreamLost
+from baton_router.upstream import UpstreamError, UpstreamLost
 
 BUFFERED_BYTES_MAX = 1 << 20
 """A reply that its reader has left unread so far; above it the worker is made to wait."""
@@ -45,16 +45,19 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one without saying so
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
-        if self._reply is None:
+        """See asyncio.Protocol. Whoever waits is told once, of all that is in the packet."""
+        reply = self._reply
+        if reply is None:
             return self.close()  # nobody asked
-        self._reply.heard_s = self._loop.time()
+        reply.heard_s = self._loop.time()
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._fault = self._fault or f"the answer is not HTTP ({error})"
         if self._fault:
             self._lose(self._fault)
+        else:
+            reply.tell()
         return None
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -65,6 +68,7 @@ class Connection(asyncio.Protocol):
         if reply is not None and reply.ends_with_connection and error is None:
             self._reply = None
             reply.finished()
+            reply.tell()
         else:
             self._lose(str(error) if error is not None else "it was closed")
 
@@ -77,14 +81,14 @@ class Connection(asyncio.Protocol):
         if self._head_bytes > HEAD_BYTES_MAX:
             self._fault = f"the answer's head is longer than {HEAD_BYTES_MAX} bytes"
         else:
-            self._reply.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+            self._reply.fields.append((name, value))
 
     def on_headers_complete(self) -> None:
         """The head is complete; one of a 1xx status announces another."""
         reply, status = self._reply, self._parser.get_status_code()
         assert reply is not None
         if status < 200:
-            reply.headers.clear()
+            reply.fields.clear()
         elif not self._fault:
             reply.begun(status)
 
@@ -99,6 +103,7 @@ class Connection(asyncio.Protocol):
         if reply is None or not reply.has_begun:
             return
         self._reply = None
+        self.idle_since_s = reply.heard_s
         reply.finished()
         transport = self._transport
         if transport is None:
@@ -116,17 +121,17 @@ class Connection(asyncio.Protocol):
         """Whether a call may be sent."""
         return self._transport is not None and not self._transport.is_closing()
 
-    def send(self, head: bytes, body: bytes) -> "Reply":
-        """Send a request; only on an open connection that has no call."""
+    def send(self, head: bytes, body: bytes, reply: "Reply") -> None:
+        """Send a request whose answer fills `reply`; only on an open connection that has no call."""
         assert self._transport is not None and self._reply is None
-        self._reply = reply = Reply(self)
+        self._reply = reply
+        reply.way = self
         self._head_bytes = 0
         if len(body) <= JOINED_BYTES_MAX:
             self._transport.write(head + body)
         else:
             self._transport.write(head)
             self._transport.write(body)
-        return reply
 
     def resume(self) -> None:
         """The reply was read: let the worker go on."""
@@ -144,6 +149,9 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    async def closed(self) -> None:
+        """It was, at once."""
+
     def _lose(self, text: str) -> None:
         reply, self._reply = self._reply, None
         if reply is not None:
@@ -151,25 +159,50 @@ class Connection(asyncio.Protocol):
         self.close()
 
 
-class Reply:
-    """`Answer` of one call, filled by its connection."""
+class Way(Protocol):
+    """What a reply comes by: its connection, or the attempt to make one."""
 
-    def __init__(self, connection: Connection) -> None:
+    def drop(self, reply: "Reply") -> None:
+        """Nobody waits for that reply any more."""
+        ...
+
+    def resume(self) -> None:
+        """The reply was read: let the worker go on."""
+        ...
+
+    async def closed(self) -> None:
+        """After `drop`: wait until nothing is left."""
+        ...
+
+
+class Reply:
+    """`Calling`, filled by its connection."""
+
+    def __init__(self, way: Way, now_s: float) -> None:
         self.status = 0
-        self.headers: dict[str, str] = {}
-        self.heard_s = 0.0  # when the worker last sent something; 0: it has not
-        self._connection = connection
+        self.fields: list[tuple[bytes, bytes]] = []  # of the head, as they came
+        self.heard_s = now_s  # when the worker last sent something, or the call began
+        self.way = way
+        self.on_news: Callable[[], None] | None = None
+        self._headers: dict[str, str] | None = None
         self._chunks: list[bytes] = []
         self._held_bytes = 0
         self._is_held_back = False
         self._is_complete = False
-        self._error: UpstreamLost | None = None
+        self._error: UpstreamError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     @property
     def has_begun(self) -> bool:
         """Whether the head is here."""
         return self.status != 0
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """See Answer. Made when it is asked for: of two answers to a request one is nearly always read for nobody."""
+        if self._headers is None:
+            self._headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in self.fields}
+        return self._headers
 
     @property
     def ends_with_connection(self) -> bool:
@@ -182,7 +215,7 @@ class Reply:
         return self._is_complete and not self._chunks
 
     async def begin(self) -> None:
-        """Wait for the head. Raises UpstreamLost; closes the connection when cancelled."""
+        """Wait for the head. Raises UpstreamError; closes the connection when cancelled."""
         try:
             while not self.has_begun:
                 if self._error is not None:
@@ -194,32 +227,40 @@ class Reply:
 
     async def read(self) -> bytes:
         """See Answer."""
-        while not self._chunks:
+        while (data := self.take()) is None:
+            await self._wait()
+        return data
+
+    def take(self) -> bytes | None:
+        """See Calling."""
+        if not self._chunks:
             if self._error is not None:
                 raise self._error
-            if self._is_complete:
-                return b""
-            await self._wait()
+            return b"" if self._is_complete else None
         data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
         self._chunks.clear()
         self._held_bytes = 0
         if self._is_held_back:
             self._is_held_back = False
-            self._connection.resume()
+            self.way.resume()
         return data
 
     def cancel(self) -> None:
         """See Answer."""
         if not self._is_complete and self._error is None:
             self._error, self._is_held_back = UpstreamLost("the call was cancelled"), False
-            self._connection.drop(self)
+            self.way.drop(self)
 
     def abandon(self, text: str) -> None:
         """See Answer."""
         if not self._is_complete and self._error is None:
             self._error, self._is_held_back = UpstreamLost(text), False
-            self._connection.drop(self)
-            self._wake()
+            self.way.drop(self)
+            self.tell()
+
+    async def closed(self) -> None:
+        """See Calling."""
+        await self.way.closed()
 
     async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()
@@ -231,30 +272,34 @@ class Reply:
     # -- the connection's calls
 
     def begun(self, status: int) -> None:
-        """The head is complete."""
+        """The head is complete. Of this, and what follows, `tell` tells."""
         self.status = status
-        self._wake()
 
     def extended(self, data: bytes) -> bool:
         """More of the body; whether the worker should wait until it was read."""
         self._chunks.append(data)
         self._held_bytes += len(data)
-        self._wake()
         self._is_held_back = self._held_bytes > BUFFERED_BYTES_MAX
         return self._is_held_back
 
     def finished(self) -> None:
         """The body is complete."""
         self._is_complete, self._is_held_back = True, False
-        self._wake()
 
     def lost(self, text: str) -> None:
         """Nothing more will come."""
         where = "broke within the answer" if self.has_begun else "ended before an answer"
-        self._error, self._is_held_back = UpstreamLost(f"the connection {where} ({text})"), False
-        self._wake()
+        self.failed(UpstreamLost(f"the connection {where} ({text})"))
 
-    def _wake(self) -> None:
+    def failed(self, error: UpstreamError) -> None:
+        """Nothing more will come, for that reason."""
+        self._error, self._is_held_back = error, False
+        self.tell()
+
+    def tell(self) -> None:
+        """Whoever waits hears that something came."""
+        if self.on_news is not None:
+            self.on_news()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

@@ -6,6 +6,7 @@ The request's deadline and the client's leaving end it anywhere, and close every
 """
 
 import asyncio
+import logging
 from contextlib import suppress
 
 import structlog
@@ -15,20 +16,9 @@ from baton_core.limits import Limits, Millis
 from baton_core.routing.pace import Pace
 from baton_core.routing.pair import Pair
 from baton_io.tracing import TRACEPARENT, TRACESTATE, Span, Tracing
+from baton_router.caller import AsgiCaller, Bounds, Caller, ClientGone, Receive, Refused, Scope, Send
 from baton_router.door import Admitted, Door
-from baton_router.exchange import (
-    ClientGone,
-    ClientWatch,
-    Exchange,
-    Receive,
-    Refused,
-    Scope,
-    Send,
-    budget_ms,
-    parse_fields,
-    read_body,
-    request_id,
-)
+from baton_router.exchange import Exchange, budget_ms, parse_fields, request_id
 from baton_router.facts import Needs, ask_of
 from baton_router.failures import CLIENT_GONE_STATUS, Failure, Rejection, own_failure, turned_away
 from baton_router.fanout import serve_parts
@@ -68,34 +58,38 @@ class Dispatch:
         self._needs = needs
         self._silence_ms = silence_ms
         self._tracing = tracing
+        self._is_logging = log.is_enabled_for(logging.INFO)  # else a line's fields are made for nobody
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request, as an ASGI application."""
+        await self.serve(AsgiCaller(receive, send), scope["path"], dict(scope["headers"]))
+
+    async def serve(self, caller: Caller, route: str, headers: dict[bytes, bytes]) -> None:
         """Serve one request."""
-        headers: dict[bytes, bytes] = dict(scope["headers"])
-        began_s = asyncio.get_running_loop().time()
-        exchange = Exchange(route=scope["path"], rid=request_id(headers), send=send)
-        trip = Trip(exchange=exchange, began_s=began_s, deadline_s=began_s)
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        exchange = Exchange(route=route, rid=request_id(headers), client=caller)
+        trip = Trip(exchange=exchange, loop=loop, began_s=began_s, deadline_s=began_s)
         if self._tracing is not None:
             trip.span = self._tracing.begin(f"router {exchange.route}", began_s, _caller(headers))
-        self._metrics.inflight.inc()
         self._recent.under_way += 1
         try:
-            await self._bounded(trip, headers, receive)
+            await self._bounded(trip, headers, caller)
         except ClientGone:
             exchange.status = exchange.status or CLIENT_GONE_STATUS
         finally:
-            self._metrics.inflight.dec()
             self._recent.under_way -= 1
             self._finished(trip)
 
-    async def _bounded(self, trip: Trip, headers: dict[bytes, bytes], receive: Receive) -> None:
+    async def _bounded(self, trip: Trip, headers: dict[bytes, bytes], caller: Caller) -> None:
         """The request within its budget. Raises ClientGone."""
         exchange, budget = trip.exchange, self._limits.request_budget_ms
         try:
-            budget = budget_ms(headers, budget)
-            trip.deadline_s = trip.began_s + budget / 1000
-            async with asyncio.timeout_at(trip.deadline_s):
-                failure = await self._admitted(trip, headers, receive)
+            with Bounds(trip.loop) as bounds:
+                budget = budget_ms(headers, budget)
+                trip.deadline_s = trip.began_s + budget / 1000
+                bounds.expire_at(trip.deadline_s)
+                failure = await self._admitted(trip, headers, caller, bounds)
         except Refused as refused:
             failure = refused.failure
         except TimeoutError:
@@ -105,22 +99,25 @@ class Dispatch:
         if failure is not None:
             await self._fail(exchange, failure)
 
-    async def _admitted(self, trip: Trip, headers: dict[bytes, bytes], receive: Receive) -> Failure | None:
+    async def _admitted(
+        self, trip: Trip, headers: dict[bytes, bytes], caller: Caller, bounds: Bounds
+    ) -> Failure | None:
         guest = await self._door.knock(headers)  # before the body: a stranger's is not read
         try:
-            body = await read_body(headers, receive, self._limits.body_bytes_max, self._silence_ms)
-            async with ClientWatch(receive):
-                trip.exchange.stage = "waiting in the router's queue"
-                arrived_s = asyncio.get_running_loop().time()
-                await self._door.enter(guest)
-                if trip.span is not None:
-                    trip.span.note("queue", arrived_s, asyncio.get_running_loop().time())
-                return await self._serve(trip, headers, body, guest)
+            body = await caller.whole_body(headers, self._limits.body_bytes_max, self._silence_ms)
+            caller.watch(bounds.leave)
+            trip.exchange.stage = "waiting in the router's queue"
+            arrived_s = trip.loop.time()
+            await self._door.enter(guest)
+            if trip.span is not None:
+                trip.span.note("queue", arrived_s, trip.loop.time())
+            return await self._serve(trip, headers, body, guest)
         finally:
+            caller.unwatch()
             self._door.leave(guest)
 
     async def _serve(self, trip: Trip, headers: dict[bytes, bytes], body: bytes, guest: Admitted) -> Failure | None:
-        overload = self._overload()
+        overload = self._overload(trip.loop.time() * 1000)
         if overload is not None:
             return overload
         fields = parse_fields(body)
@@ -130,9 +127,8 @@ class Dispatch:
         trip.ask = ask_of(fields, headers, self._needs)
         return await self._road.serve(trip, fields)
 
-    def _overload(self) -> Failure | None:
+    def _overload(self, now_ms: float) -> Failure | None:
         """The refusal of a request that would wait too long, before it costs any worker anything."""
-        now_ms = asyncio.get_running_loop().time() * 1000
         too_long_by_ms = self._pace.too_long_by_ms(now_ms)
         if not too_long_by_ms:
             return None
@@ -155,11 +151,13 @@ class Dispatch:
 
     def _finished(self, trip: Trip) -> None:
         exchange, pair = trip.exchange, trip.pair
-        took_s = asyncio.get_running_loop().time() - trip.began_s
+        took_s = trip.loop.time() - trip.began_s
         self._metrics.finished(exchange.route, exchange.status, took_s)
         self._recent.finished(exchange, None if trip.first_byte_s is None else trip.first_byte_s - trip.began_s)
         if trip.span is not None:
             _end(trip.span, trip)
+        if not self._is_logging:
+            return
         log.info(
             "router.finished",
             rid=exchange.rid,

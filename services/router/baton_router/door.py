@@ -7,16 +7,16 @@ the key's own; 0 is normal.
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
+import msgspec
 import structlog
 
 from baton_core.limits import Millis
 from baton_core.routing.fairness import PRIORITIES, Entry, FairQueue, Meter, Quota, Ticket
-from baton_router.exchange import Refused
+from baton_router.caller import Refused
 from baton_router.failures import Rejection, turned_away
 from baton_router.keys import Holder, KeysError, find, parse_keys
 from baton_router.watched_file import contents
@@ -31,8 +31,7 @@ EVERYONE = Holder(name="", digest="", quota=Quota(), priority_max=PRIORITIES.sto
 log = structlog.get_logger()
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Admitted:
+class Admitted(msgspec.Struct, kw_only=True, eq=False):
     """A request that was let in; it must `leave`."""
 
     holder: Holder

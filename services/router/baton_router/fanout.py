@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 
 from baton_core.request import ROOM_MAX
 from baton_core.routing.policies import Ask
-from baton_router.exchange import EVENT_STREAM, Exchange, Fields, Message
+from baton_router.caller import Headers
+from baton_router.exchange import EVENT_STREAM, Exchange, Fields
 from baton_router.failures import Failure, FailureKind, leg_failure
 from baton_router.parts import EventJoiner, Parts, join, part_id
 from baton_router.road import Road
@@ -48,11 +49,11 @@ class _Sink:
         self._client = client
         self._joiner = joiner
 
-    async def send(self, message: Message) -> None:
-        """One message of the part's exchange."""
-        if message["type"] == "http.response.start":
-            return
-        chunk = message.get("body", b"")
+    async def begin(self, status: int, headers: Headers) -> None:
+        """See Answering: the joint answer has a head of its own."""
+
+    async def write(self, chunk: bytes) -> None:
+        """See Answering."""
         if self._joiner is None:
             self.body += chunk
             if len(self.body) > ANSWERS_BYTES_MAX:
@@ -63,6 +64,10 @@ class _Sink:
             if not self._client.began:
                 await self._client.begin(_Head(EVENT_STREAM))
             await self._client.pass_on(events)
+
+    async def end(self, chunk: bytes) -> None:
+        """See Answering."""
+        await self.write(chunk)
 
 
 async def serve_parts(road: Road, trip: Trip, parts: Parts, ask: Callable[[Fields], Ask]) -> Failure | None:
@@ -85,7 +90,8 @@ def _trips(road: Road, trip: Trip, parts: Parts, sinks: list[_Sink], ask: Callab
         room -= len(sinks)
     return [
         Trip(
-            exchange=Exchange(route=parts.route, rid=part_id(trip.exchange.rid, number), send=sink.send),
+            exchange=Exchange(route=parts.route, rid=part_id(trip.exchange.rid, number), client=sink),
+            loop=trip.loop,
             began_s=trip.began_s,
             deadline_s=trip.deadline_s,
             ask=ask(body),

@@ -1,36 +1,29 @@
-"""The two legs of one attempt: opened at once, ended together, unless prefill only has its own end left to say.
-
-Which failure the client sees: a wrong request (4xx) at once, whichever leg says it first. Any other failure that a
-worker put into words may be the echo of the other leg's, so the other leg gets a moment to name the cause.
-"""
+"""One leg of an attempt: a call to a worker, looked at as its answer comes, ended once."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import msgspec
 
 from baton_core.errors import Reason, Verdict
 from baton_core.limits import Millis
-from baton_core.routing.pace import Waiter
-from baton_core.routing.pair import Pair
 from baton_core.routing.workers import Target, Worker
 from baton_router.directory import Directory
 from baton_router.exchange import EVENT_STREAM
 from baton_router.failures import (
-    CAUSES,
     JSON_TYPE,
     Failure,
     FailureKind,
     envelope,
     kind_of_answer,
     leg_failure,
-    prefer,
 )
 from baton_router.merging import Scores, scores_in
-from baton_router.streamed_errors import StreamedError, first_piece
-from baton_router.upstream import Answer, Upstream, UpstreamError, UpstreamLost, UpstreamRefused, read_all
+from baton_router.streamed_errors import StreamedError, first_piece, may_be_error, whole_piece
+from baton_router.upstream import Answer, Calling, Upstream, UpstreamError, UpstreamLost, UpstreamRefused, read_all
 
-CAUSE_GRACE_MS: Millis = 50
 ERROR_BODY_MS: Millis = 1_000
 ERROR_BODY_BYTES_MAX = 1 << 20
 DROPPED_BYTES_MAX = 64 << 20
@@ -39,8 +32,7 @@ SCORES_BYTES_MAX = 128 << 20
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class Call(msgspec.Struct, frozen=True, kw_only=True):
     """What the legs send. With `wants_scores` prefill's answer is kept: it holds the prompt's logprobs.
 
     `continues`: the answer is to begin where another worker's broke off.
@@ -55,8 +47,7 @@ class Call:
     streams: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstBytes:
+class FirstBytes(msgspec.Struct, frozen=True, kw_only=True):
     """Decode's answer has begun: its head, and the first bytes of its body (empty: there are none)."""
 
     answer: Answer
@@ -64,159 +55,188 @@ class FirstBytes:
 
 
 class Leg(Generic[T]):
-    """One upstream call, opened when built, counted as in flight on its worker until it is ended."""
+    """One upstream call, begun when built, counted as in flight on its worker until it is ended.
+
+    What comes is looked at as it comes, by whoever brings it, so that a leg that goes well costs no task. Only what a
+    look cannot settle (an error's words, an error within a stream, the prompt's logprobs) is read by one.
+    """
 
     def __init__(
         self,
         target: Target,
         call: Call,
         body: bytes,
-        consume: Callable[[Answer], Awaitable[T]],
+        on_result: Callable[[], None],
         *,
         upstream: Upstream,
         directory: Directory,
     ) -> None:
         self.target = target
         self.worker = target.worker
-        self._upstream = upstream
+        self.is_done = False  # `result` is known
+        self._value: Any = None
+        self._reading: asyncio.Task[T | Failure] | None = None
+        self._on_result = on_result
         self._directory = directory
-        self._answer: Answer | None = None
         self._ended = False
-        self._began_s = asyncio.get_running_loop().time()
-        self._given_up = ""
+        self._ends_when_done = False
+        self._timer: asyncio.TimerHandle | None = None
         directory.began(target, self)
-        self.task = asyncio.create_task(self._run(call, body, consume))
+        self._answer = upstream.call(target.worker.url + call.path, body, call.headers)
+        self._answer.on_news = self._news
 
-    async def _run(self, call: Call, body: bytes, consume: Callable[[Answer], Awaitable[T]]) -> T | Failure:
-        worker = self.worker
+    @property
+    def result(self) -> T | Failure:
+        """What became of it. To be asked when it is done."""
+        return self._value if self._reading is None else self._reading.result()
+
+    @property
+    def went_well(self) -> bool:
+        """Whether it is done, and a look was enough to see that it is no failure."""
+        return self.is_done and self._reading is None and not isinstance(self._value, Failure)
+
+    def _news(self) -> None:
+        """Something of the answer came, or it is certain that no more will."""
+        if self.is_done or self._reading is not None:
+            return
+        status = self._answer.status
         try:
-            self._answer = await self._upstream.post(worker.url + call.path, body, call.headers)
-            if 200 <= self._answer.status < 300:
-                return await consume(self._answer)
-            return await _told(worker, self._answer)
-        except StreamedError as error:
-            return _said(worker, error)
-        except UpstreamRefused as error:
-            return leg_failure(FailureKind.REFUSED, _blame(worker, error), worker.url)
-        except UpstreamLost as error:
-            return leg_failure(FailureKind.LOST, _blame(worker, error), worker.url)
-        except asyncio.CancelledError:
-            if not self._given_up:
-                raise
-            return leg_failure(FailureKind.LOST, f"{_named(worker)}: {self._given_up}", worker.url)
+            if 200 <= status < 300:
+                self._look(self._answer)
+            elif status:
+                self._read_on(partial(_told, self.worker, self._answer))
+            else:
+                self._answer.take()  # says why there will be no head
+        except UpstreamError as error:
+            self._settle(_missed(self.worker, error))
+
+    def _look(self, answer: Calling) -> None:
+        """Some of a good answer is here: settle the leg, or read on, or wait. Raises UpstreamError."""
+        raise NotImplementedError
+
+    def _settle(self, value: T | Failure) -> None:
+        self._value = value
+        self._done()
+
+    def _read_on(self, rest: Callable[[], Awaitable[T | Failure]]) -> None:
+        """Let a task find out what becomes of it."""
+        self._reading = asyncio.create_task(_read(self.worker, rest))
+        self._reading.add_done_callback(lambda task: None if task.cancelled() else self._done())
+
+    def _done(self) -> None:
+        self.is_done = True
+        if self._timer is not None:
+            self._timer.cancel()
+        on_result = self._on_result
+        if self._ends_when_done:
+            self.end()
+        on_result()
 
     @property
     def heard_s(self) -> float:
         """See LiveLeg."""
-        return self._began_s if self._answer is None else self._answer.heard_s
+        return self._answer.heard_s
 
     def give_up(self, text: str) -> None:
-        """See LiveLeg. Before the answer's head only the task waits, after it a reader, in it or elsewhere."""
-        if self._answer is not None:
-            self._answer.abandon(text)
-        elif not self._ended:
-            self._given_up = text
-            self.task.cancel()
+        """See LiveLeg."""
+        self._answer.abandon(text)
 
     def end(self) -> None:
         """Close the call unless its answer was read to the end. Harmless when repeated."""
         if self._ended:
             return
         self._ended = True
-        self.task.cancel()
-        if self._answer is not None:
-            self._answer.cancel()
+        # Nothing is to be heard any more; and what refers to itself in a circle would live until it is searched for.
+        self._answer.on_news, self._on_result = None, _unheard
+        self._answer.cancel()
+        if self._reading is not None:
+            self._reading.cancel()
         self._directory.ended(self.target, self)
 
     def end_when_done(self) -> None:
         """End by itself as soon as there is nothing more to read."""
-        self.task.add_done_callback(lambda _task: self.end())
+        self._ends_when_done = True
+        if self.is_done:
+            self.end()
 
     def end_at(self, deadline_s: float) -> None:
         """End at `deadline_s` of the loop's clock at the latest."""
-        if self.task.done():
-            return  # nearly always: prefill has said its one token long before decode's last
-        # The timer also holds the only lasting reference to this leg: a loop keeps its tasks weakly.
-        timer = asyncio.get_running_loop().call_at(deadline_s, self.end)
-        self.task.add_done_callback(lambda _task: timer.cancel())
+        if not self.is_done:  # it nearly always is: prefill has said its one token long before decode's last
+            self._timer = asyncio.get_running_loop().call_at(deadline_s, self.end)
+
+    async def closed(self) -> None:
+        """After `end`: wait until nothing of it is left."""
+        if self._reading is not None:
+            await asyncio.wait([self._reading])
+        await self._answer.closed()
 
 
-class Attempt:
-    """Both legs of one room. `end` or `leave` must follow."""
+class DecodeLeg(Leg[FirstBytes]):
+    """Comes to the first bytes of decode's answer."""
+
+    def _look(self, answer: Calling) -> None:
+        chunk = answer.take()
+        if chunk is None:
+            return
+        if may_be_error(answer, chunk):
+            self._read_on(partial(_first_bytes, answer, chunk))
+        else:
+            self._settle(FirstBytes(answer=answer, chunk=chunk))
+
+
+class PrefillLeg(Leg["Scores | None"]):
+    """Comes to the end of prefill's answer, read for nobody: only that it is no error and ends well matters.
+
+    With `wants_scores` the prompt's logprobs are taken from it.
+    """
 
     def __init__(
-        self, pair: Pair, call: Call, *, upstream: Upstream, directory: Directory, waiter: Waiter | None = None
+        self,
+        target: Target,
+        call: Call,
+        body: bytes,
+        on_result: Callable[[], None],
+        *,
+        upstream: Upstream,
+        directory: Directory,
     ) -> None:
-        self.pair = pair
-        self._waiter = waiter  # for a first token
-        self._prefill: Leg[Scores | None] | None = None
-        if pair.prefill is not None:
-            consume = _read_scores if call.wants_scores else _drop
-            self._prefill = Leg(pair.prefill, call, call.prefill_body, consume, upstream=upstream, directory=directory)
-            self._prefill.end_when_done()
-        self._decode = Leg(pair.decode, call, call.decode_body, _first_bytes, upstream=upstream, directory=directory)
+        self._wants_scores = call.wants_scores
+        self._dropped_bytes = 0
+        super().__init__(target, call, body, on_result, upstream=upstream, directory=directory)
 
-    async def outcome(self) -> FirstBytes | Failure:
-        """Decode's first bytes, or the failure that the client should see."""
-        pending: list[asyncio.Task[FirstBytes | Failure] | asyncio.Task[Scores | Failure | None]] = [self._decode.task]
-        if self._prefill is not None:
-            pending.append(self._prefill.task)
-        failure: Failure | None = None
-        while pending:
-            grace_s = None if failure is None else CAUSE_GRACE_MS / 1000
-            await asyncio.wait(pending, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
-            finished = [task for task in pending if task.done()]
-            pending = [task for task in pending if not task.done()]
-            for task in finished:
-                result = task.result()
-                if self._waiter is not None and not isinstance(result, Failure):
-                    self._waiter.came(_now_ms())  # prefill's answer is its end, and decode's begins with it
-                if isinstance(result, FirstBytes):
-                    return result
-                if isinstance(result, Failure):
-                    failure = result if failure is None else prefer(failure, result)
-            if failure is not None and (not finished or _stands(failure)):
+    def _look(self, answer: Calling) -> None:
+        if self._wants_scores:
+            self._read_on(partial(_read_scores, answer))
+            return
+        while chunk := answer.take():
+            if not self._dropped_bytes and may_be_error(answer, chunk):
+                self._read_on(partial(_drop, answer, chunk))
+                return
+            self._dropped_bytes += len(chunk)
+            if self._dropped_bytes > DROPPED_BYTES_MAX:
+                answer.cancel()
+                chunk = b""
                 break
-        assert failure is not None, "decode ended with neither an answer nor a failure"
-        return failure
-
-    async def prompt_scores(self) -> Scores | Failure | None:
-        """What prefill says about the prompt, with `wants_scores`; None where no prefill worker takes part.
-
-        An answer without them is a failure: the client would take what is left for all that it asked for.
-        """
-        if self._prefill is None:
-            return None
-        await asyncio.wait([self._prefill.task])
-        result, worker = self._prefill.task.result(), self._prefill.worker
-        if result is not None:
-            return result
-        text = f"{_named(worker)} answered without the prompt's logprobs"
-        return leg_failure(FailureKind.ANSWERED, text, worker.url)
-
-    def end(self) -> None:
-        """Close both legs. Harmless when repeated."""
-        if self._waiter is not None:
-            self._waiter.gave_up(_now_ms())
-        self._decode.end()
-        if self._prefill is not None:
-            self._prefill.end()
-
-    async def ended(self) -> None:
-        """After `end`: wait until both connections are closed, so that a retry never overlaps what it replaces."""
-        legs = [leg.task for leg in (self._decode, self._prefill) if leg is not None]
-        await asyncio.wait(legs)
-
-    def leave(self, deadline_s: float) -> None:
-        """Decode's answer was complete, so prefill's work is done: let it say so and keep its connection."""
-        self._decode.end()
-        if self._prefill is not None:
-            self._prefill.end_at(deadline_s)
-            self._prefill = None
+        if chunk is not None:
+            self._settle(None)
 
 
-async def _first_bytes(answer: Answer) -> FirstBytes:
-    return FirstBytes(answer=answer, chunk=await first_piece(answer))
+def _unheard() -> None:
+    """Nobody waits for this leg."""
+
+
+async def _read(worker: Worker, rest: Callable[[], Awaitable[T | Failure]]) -> T | Failure:
+    """What a leg comes to after its `rest`."""
+    try:
+        return await rest()
+    except StreamedError as error:
+        return _said(worker, error)
+    except UpstreamError as error:
+        return _missed(worker, error)
+
+
+async def _first_bytes(answer: Answer, chunk: bytes) -> FirstBytes:
+    return FirstBytes(answer=answer, chunk=await whole_piece(answer, chunk))
 
 
 async def _read_scores(answer: Answer) -> Scores | None:
@@ -226,14 +246,20 @@ async def _read_scores(answer: Answer) -> Scores | None:
     return scores_in(body, is_event_stream=is_event_stream)
 
 
-async def _drop(answer: Answer) -> None:
-    """Read prefill's body to its end, for nobody: only that it is no error and ends well matters."""
-    size = len(await first_piece(answer))
-    while size and (chunk := await answer.read()):
-        size += len(chunk)
+async def _drop(answer: Answer, chunk: bytes) -> None:
+    """Read prefill's stream, which may begin with an error, to its end."""
+    size = len(await whole_piece(answer, chunk))
+    while more := await answer.read():
+        size += len(more)
         if size > DROPPED_BYTES_MAX:
             answer.cancel()
             return
+
+
+def _missed(worker: Worker, error: UpstreamError) -> Failure:
+    """A call that ended without an answer."""
+    kind = FailureKind.REFUSED if isinstance(error, UpstreamRefused) else FailureKind.LOST
+    return leg_failure(kind, f"{named(worker)}: {error.text}", worker.url)
 
 
 def _said(worker: Worker, error: StreamedError) -> Failure:
@@ -243,13 +269,13 @@ def _said(worker: Worker, error: StreamedError) -> Failure:
         status=error.status,
         body=error.body,
         url=worker.url,
-        text=f"{_named(worker)} began a stream with error {error.status}",
+        text=f"{named(worker)} began a stream with error {error.status}",
     )
 
 
 async def _told(worker: Worker, answer: Answer) -> Failure:
     """What a worker says that did not take the request, in its own words, as far as they come."""
-    text = f"{_named(worker)} answered {answer.status}"
+    text = f"{named(worker)} answered {answer.status}"
     content_type = answer.headers.get("content-type", "application/octet-stream").encode("latin-1")
     try:
         async with asyncio.timeout(ERROR_BODY_MS / 1000):
@@ -272,18 +298,6 @@ async def _told(worker: Worker, answer: Answer) -> Failure:
     )
 
 
-def _stands(failure: Failure) -> bool:
-    """Whether no other leg's failure could explain this one better."""
-    return failure.is_root_cause or failure.kind in CAUSES
-
-
-def _now_ms() -> float:
-    return asyncio.get_running_loop().time() * 1000
-
-
-def _blame(worker: Worker, error: UpstreamError) -> str:
-    return f"{_named(worker)}: {error.text}"
-
-
-def _named(worker: Worker) -> str:
+def named(worker: Worker) -> str:
+    """For people."""
     return f"{worker.role.value} worker {worker.url}"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -14,6 +14,9 @@ from baton_router.failures import MOVABLE, RETRYABLE, FailureKind, Rejection
 
 STATUSES = frozenset({200, 400, 401, 403, 404, 408, 409, 413, 415, 422, 429, 499, 500, 502, 503, 504})
 """Statuses with a series of their own; what else a worker may answer counts as `other`."""
+
+WORDS = {status: str(status) for status in STATUSES}
+OTHER = "other"
 
 GENERATING_ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
 
@@ -70,29 +73,63 @@ class _Targets(Collector):
         return legs, inflight, load, breaker
 
 
-class Gaps(Collector):
-    """How long clients wait between two pieces of a stream. Counted by hand: it happens once a token."""
+class Durations(Collector):
+    """A histogram counted by hand, for what happens with every request or token.
 
-    def __init__(self) -> None:
-        self._counts = [0] * (len(ITL_BUCKETS) + 1)
+    A lock and a walk over the buckets cost a router of one thread more than the count.
+    """
+
+    def __init__(self, name: str, meaning: str, buckets: tuple[float, ...]) -> None:
+        self._name, self._meaning, self._buckets = name, meaning, buckets
+        self._counts = [0] * (len(buckets) + 1)
         self._sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """It happened once."""
+        self._counts[bisect_left(self._buckets, seconds)] += 1
+        self._sum_s += seconds
+
+    def collect(self) -> Iterable[Metric]:
+        """The one histogram."""
+        bounds = [*map(str, self._buckets), "+Inf"]
+        yield HistogramMetricFamily(
+            self._name,
+            self._meaning,
+            buckets=list(zip(bounds, accumulate(self._counts), strict=True)),
+            sum_value=self._sum_s,
+        )
+
+
+class Gaps(Durations):
+    """How long clients wait between two pieces of a stream."""
 
     def since(self, before_s: float | None, now_s: float) -> float:
         """A piece came, after one at `before_s`; the time of this one."""
         if before_s is not None:
-            self._counts[bisect_left(ITL_BUCKETS, now_s - before_s)] += 1
-            self._sum_s += now_s - before_s
+            self.observe(now_s - before_s)
         return now_s
 
+
+class Endings(Collector):
+    """Requests that ended, by what the client saw; counted by hand, like durations."""
+
+    def __init__(self) -> None:
+        words = (*map(str, sorted(STATUSES)), OTHER)
+        self._counts = {(route, word): 0 for route in GENERATING_ROUTES for word in words}
+
+    def count(self, route: str, status: int) -> None:
+        """One more."""
+        word = WORDS.get(status, OTHER)
+        self._counts[route, word] = self._counts.get((route, word), 0) + 1
+
     def collect(self) -> Iterable[Metric]:
-        """The one histogram."""
-        bounds = [*map(str, ITL_BUCKETS), "+Inf"]
-        yield HistogramMetricFamily(
-            "baton_router_itl_seconds",
-            "Between two pieces of a stream",
-            buckets=list(zip(bounds, accumulate(self._counts), strict=True)),
-            sum_value=self._sum_s,
+        """The one counter."""
+        family = CounterMetricFamily(
+            "baton_router_requests", "Requests that ended, by the status the client saw", labels=("route", "status")
         )
+        for labels, count in self._counts.items():
+            family.add_metric(labels, count)
+        yield family
 
 
 class RouterMetrics:
@@ -101,12 +138,6 @@ class RouterMetrics:
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
         ProcessCollector(namespace="baton_router", registry=registry)
-        self._requests = Counter(
-            "baton_router_requests",
-            "Requests that ended, by the status the client saw",
-            ("route", "status"),
-            registry=registry,
-        )
         self._retries = Counter("baton_router_retries", "Further pairs tried, by why", ("reason",), registry=registry)
         self._migrations = Counter(
             "baton_router_migrations",
@@ -140,23 +171,20 @@ class RouterMetrics:
         self._broken_streams = Counter(
             "baton_router_broken_streams", "Answers that had begun and ended with an error", registry=registry
         )
-        self._ttft = Histogram(
+        self._endings = Endings()
+        self._ttft = Durations(
             "baton_router_ttft_seconds",
             "From the request's head to the first body byte of a streaming answer",
-            buckets=TTFT_BUCKETS,
-            registry=registry,
+            TTFT_BUCKETS,
         )
-        self._seconds = Histogram(
-            "baton_router_request_seconds",
-            "From the request's head to the end of its answer",
-            buckets=TTFT_BUCKETS,
-            registry=registry,
+        self._seconds = Durations(
+            "baton_router_request_seconds", "From the request's head to the end of its answer", TTFT_BUCKETS
         )
+        self.itl = Gaps("baton_router_itl_seconds", "Between two pieces of a stream", ITL_BUCKETS)
+        for counted in (self._endings, self._ttft, self._seconds, self.itl):
+            registry.register(counted)
         self._workers = Gauge("baton_router_workers", "Workers known", ("role", "state"), registry=registry)
-        self.inflight = Gauge("baton_router_inflight_requests", "Requests under way", registry=registry)
-        self._children: dict[tuple[str, int], Counter] = {}
-        self.itl = Gaps()
-        registry.register(self.itl)
+        self._inflight = Gauge("baton_router_inflight_requests", "Requests under way", registry=registry)
         self._show_closed_sets()
 
     def _show_closed_sets(self) -> None:
@@ -168,19 +196,11 @@ class RouterMetrics:
                 self._migrations.labels(kind.value)
         for rejection in Rejection:
             self._rejections.labels(rejection.value)
-        for route in GENERATING_ROUTES:
-            for status in sorted(STATUSES):
-                self._requests.labels(route, str(status))
-            self._requests.labels(route, "other")
         self.count_workers(())
 
     def finished(self, route: str, status: int, took_s: float) -> None:
         """A request ended; `status` is what the client saw."""
-        child = self._children.get((route, status))
-        if child is None:
-            word = str(status) if status in STATUSES else "other"
-            child = self._children[route, status] = self._requests.labels(route, word)
-        child.inc()
+        self._endings.count(route, status)
         self._seconds.observe(took_s)
 
     def first_byte(self, ttft_s: float) -> None:
@@ -190,6 +210,10 @@ class RouterMetrics:
     def broke(self) -> None:
         """An answer that had begun ended with an error."""
         self._broken_streams.inc()
+
+    def under_way_from(self, count: Callable[[], float]) -> None:
+        """Where a scrape learns how many requests are under way."""
+        self._inflight.set_function(count)
 
     def open_breakers_from(self, count: Callable[[], float]) -> None:
         """Where a scrape learns how many breakers are open."""

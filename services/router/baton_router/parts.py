@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from baton_router.exchange import Fields, Refused
+from baton_router.caller import Refused
+from baton_router.exchange import Fields
 from baton_router.failures import Rejection
 
 PARTS_MAX = 256

@@ -10,7 +10,6 @@ request is wrong, and another pair may still be tried from the beginning. After 
 told its tokens goes on elsewhere, from the prompt and what the client has seen.
 """
 
-import asyncio
 import time
 from collections.abc import Callable
 
@@ -20,12 +19,13 @@ from baton_core.routing.pace import Pace, Waiter
 from baton_core.routing.pair import Draws, NoPair, Pair, Policies
 from baton_core.routing.workers import Role
 from baton_io.tracing import Span
+from baton_router.attempt import Attempt
 from baton_router.calls import Calls, RoadSettings
 from baton_router.directory import Directory
 from baton_router.exchange import Fields
 from baton_router.failures import RETRYABLE, Failure, FailureKind, leg_failure, own_failure
 from baton_router.journal import TOKEN_IDS_HEADER, Journal
-from baton_router.legs import Attempt, Call, FirstBytes
+from baton_router.legs import Call, FirstBytes
 from baton_router.merged import merged
 from baton_router.metrics import RouterMetrics
 from baton_router.trip import Trip
@@ -160,15 +160,16 @@ class Road:
 
     async def _try(self, trip: Trip, fields: Fields, pair: Pair, span: Span | None) -> Failure | None:
         call = self._calls.prepare(trip, fields, pair, span)
-        unregistered = await self._calls.register(trip.room, pair)
-        if unregistered is not None:
-            return unregistered
+        if self._calls.registers(pair):
+            unregistered = await self._calls.register(trip.room, pair)
+            if unregistered is not None:
+                return unregistered
         waiter = self._waiter(trip, call, pair)
-        attempt = Attempt(pair, call, upstream=self._upstream, directory=self._directory, waiter=waiter)
+        attempt = Attempt(pair, call, upstream=self._upstream, directory=self._directory, loop=trip.loop, waiter=waiter)
         try:
             outcome = await attempt.outcome()
             if waiter is not None and isinstance(outcome, Failure) and outcome.is_root_cause:
-                waiter.refused(asyncio.get_running_loop().time() * 1000)
+                waiter.refused(trip.loop.time() * 1000)
             if isinstance(outcome, FirstBytes) and call.wants_scores:
                 outcome = await self._scored(trip, attempt, outcome)
             elif isinstance(outcome, FirstBytes) and call.continues and _is_new(outcome):
@@ -190,7 +191,7 @@ class Road:
         """One more that waits for a first token; None where its coming is not seen, or it came before."""
         if call.continues or (pair.prefill is None and not call.streams):
             return None
-        return self._pace.begin(trip.ask.prompt_tokens, asyncio.get_running_loop().time() * 1000)
+        return self._pace.begin(trip.ask.prompt_tokens, trip.loop.time() * 1000)
 
     async def _scored(self, trip: Trip, attempt: Attempt, first: FirstBytes) -> FirstBytes | Failure:
         """Decode's answer with the prompt's logprobs; prefill has them at the time of decode's first token."""
@@ -244,7 +245,7 @@ class Road:
         return None
 
     async def _begin(self, trip: Trip, first: FirstBytes) -> None:
-        trip.first_byte_s = asyncio.get_running_loop().time()
+        trip.first_byte_s = trip.loop.time()
         await trip.exchange.begin(first.answer)
         if trip.exchange.is_event_stream:
             self._metrics.first_byte(trip.first_byte_s - trip.began_s)

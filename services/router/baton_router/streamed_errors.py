@@ -29,8 +29,16 @@ class StreamedError(Exception):
 async def first_piece(answer: Answer) -> bytes:
     """The first bytes of a body (empty: there are none). Raises StreamedError, and what `read` raises."""
     chunk = await answer.read()
-    if not chunk.startswith(BEGINNING[: len(chunk)]) or not chunk or not _is_event_stream(answer):
-        return chunk
+    return await whole_piece(answer, chunk) if may_be_error(answer, chunk) else chunk
+
+
+def may_be_error(answer: Answer, chunk: bytes) -> bool:
+    """Whether a body that begins with `chunk` may say that there will be no answer: then `whole_piece` says."""
+    return chunk.startswith(BEGINNING[: len(chunk)]) and bool(chunk) and _is_event_stream(answer)
+
+
+async def whole_piece(answer: Answer, chunk: bytes) -> bytes:
+    """What `may_be_error`, and as much more of the body as tells that it is none. Raises as `first_piece` does."""
     while END not in chunk and len(chunk) < ERROR_EVENT_BYTES_MAX and chunk.startswith(BEGINNING[: len(chunk)]):
         more = await answer.read()
         if not more:

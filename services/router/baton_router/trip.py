@@ -1,6 +1,7 @@
 """What one prompt's road has come to know: for its next attempt, its log line and its deadline."""
 
-from dataclasses import dataclass, field
+import asyncio
+from dataclasses import dataclass
 
 from baton_core.routing.pair import Pair
 from baton_core.routing.policies import Ask
@@ -9,15 +10,18 @@ from baton_router.exchange import Exchange
 from baton_router.journal import Journal
 from baton_router.merging import Scores
 
+NO_FACTS = Ask()
+
 
 @dataclass(slots=True, kw_only=True)
 class Trip:
     """One prompt, from its first pair to its last."""
 
     exchange: Exchange
+    loop: asyncio.AbstractEventLoop  # whose clock all times are of; to ask for the running one costs a system call
     began_s: float
     deadline_s: float
-    ask: Ask = field(default_factory=Ask)
+    ask: Ask = NO_FACTS
     first_room: int = 0  # of the first attempt, where it is not to be drawn: one of a batch
     first_byte_s: float | None = None
     heard_s: float | None = None  # when the last piece of a stream came, by the monotonic clock

@@ -5,7 +5,7 @@ Cancelling a call, before or after its headers, closes its connection, which is 
 """
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
 from baton_core.limits import Millis
@@ -63,8 +63,30 @@ class Answer(Protocol):
         ...
 
 
+class Calling(Answer, Protocol):
+    """A call under way: its head is still to come while `status` is 0.
+
+    `on_news` is called each time something of the answer came, or it is certain that no more will: who has only a look
+    to take at what comes needs no task that waits for it.
+    """
+
+    on_news: Callable[[], None] | None
+
+    def take(self) -> bytes | None:
+        """What is here of the body; None: nothing yet, empty: its end. Raises UpstreamError."""
+        ...
+
+    async def closed(self) -> None:
+        """After `cancel`: wait until nothing of it is left."""
+        ...
+
+
 class Upstream(Protocol):
     """The way to the workers."""
+
+    def call(self, url: str, body: bytes, headers: Mapping[str, str]) -> Calling:
+        """Begin to POST, and return at once. Where it fails, the call says so."""
+        ...
 
     async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Answer:
         """Send, and return with the answer's head. Raises UpstreamError."""

@@ -40,6 +40,9 @@ class Entered:
     displaced: Ticket | None = None
 
 
+RUNS = Entered(entry=Entry.RUNS)
+
+
 class FairQueue:
     """The door of one router."""
 
@@ -57,7 +60,7 @@ class FairQueue:
         """A request comes. What runs must `leave`; what waits is named by a later `leave`, or calls `withdraw`."""
         if self.running < self._running_max:
             self.running += 1
-            return Entered(entry=Entry.RUNS)
+            return RUNS
         self._arrivals += 1
         turn = max(self._turn, self._turns.get(key, 0)) + 1
         ticket = Ticket((-priority, turn, self._arrivals), key)

@@ -48,6 +48,8 @@ def ranks_told(mode: DpMode, pair: Pair) -> tuple[Ranks, Ranks]:
     if mode is DpMode.OFF:
         return UNTOLD, UNTOLD
     prefill = None if pair.prefill is None else pair.prefill.dp_rank
+    if prefill is None and pair.decode.dp_rank is None:
+        return UNTOLD, UNTOLD
     if pair.prefill is not None:
         mode = mode_for(mode, pair.prefill.worker)
     return (

@@ -16,6 +16,9 @@ class Role(Enum):
     PREFILL = "prefill"
     DECODE = "decode"
 
+    # There is one of each, so its identity will do: Enum's own is a call of Python's, and a router asks six times a request.
+    __hash__ = object.__hash__
+
 
 class WorkerState(Enum):
     """What the router may send to a worker."""
