@@ -1,13 +1,14 @@
 """`baton bench overload`: goodput as the load grows past what a stack can do (it should stay near its peak).
 
-Capacity is what many clients in a closed loop get. Then requests arrive by chance (Poisson), at shares of that rate, and
+Capacity is what many clients in a closed loop get, who come again when they are refused. Then requests arrive by chance (Poisson), at shares of that rate, and
 those count that were answered in full within the bounds. The router is told to refuse who would wait longer for a first
 token than three quarters of the bound, unless `--set router.first-token-ms=…` says otherwise.
 """
 
+import asyncio
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,13 +16,13 @@ from typing import Any
 
 import uvloop
 
-from baton_cli.bench.client import HttpEndpoint, http_session
+from baton_cli.bench.client import Endpoint, HttpEndpoint, http_session
 from baton_cli.bench.machine import Machine, Watch
 from baton_cli.bench.progress import Bar
 from baton_cli.bench.prompts import Prompts
 from baton_cli.bench.report import DASH, check_writable, ms, table, write_json
 from baton_cli.bench.runner import run_load
-from baton_cli.bench.sample import Load
+from baton_cli.bench.sample import Load, Sample
 from baton_cli.bench.stack import Wanted, running
 from baton_cli.bench.stats import Bounds, Summary, summarise
 from baton_cli.errors import CliError, UsageError
@@ -38,6 +39,8 @@ PATIENCE_SHARE = 0.75
 SEED_STRIDE = 1_000
 REFUSED = "HTTP 503"
 REFUSES = "first_token_ms"
+AGAIN_SECONDS = 1.0
+"""After so long a client of the closed loop comes again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,21 @@ class OverloadBench:
             longest_ms = str(round(PATIENCE_SHARE * self.bounds.ttft_ms))
             settings += (RoleSetting(role="router", key=REFUSES, value=longest_ms),)
         return Wanted(name="pd", cores=self.cores, model=self.model, dtype=self.dtype, settings=settings)
+
+
+@dataclass(frozen=True, slots=True)
+class Patient:
+    """An endpoint asked by clients who come again when they are refused: else a closed loop would be over at once."""
+
+    endpoint: Endpoint
+
+    async def complete(self, prompt: Sequence[int], output_tokens: int, origin_s: float) -> Sample:
+        """See Endpoint."""
+        while True:
+            sample = await self.endpoint.complete(prompt, output_tokens, origin_s)
+            if sample.failure != REFUSED:
+                return sample
+            await asyncio.sleep(AGAIN_SECONDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +146,9 @@ async def _measure(
 
         async def run(name: str, load: Load) -> Summary:
             prompts = Prompts(seed=next(seeds))  # another one each time: no prompt is found in a cache
+            asked = endpoint if load.concurrency is None else Patient(endpoint)
             with Bar(screen, name, load.requests) as bar:
-                outcome = await run_load(endpoint, load, prompts, bar, interrupted)
+                outcome = await run_load(asked, load, prompts, bar, interrupted)
             return summarise(
                 outcome.samples,
                 client_cpu_share=outcome.client_cpu_share,
@@ -140,7 +159,7 @@ async def _measure(
         probe = await run("warm-up", _load(what, requests=CLIENTS, concurrency=CLIENTS))
         if not probe.completed:
             raise CliError(f"no request was answered: {probe.failures}")
-        requests = max(CLIENTS, round(probe.requests_per_s * what.seconds))
+        requests = max(2 * CLIENTS, round(probe.requests_per_s * what.seconds))
         capacity = (await run("capacity", _load(what, requests=requests, concurrency=CLIENTS))).requests_per_s
         points = []
         for share in what.shares:
