@@ -89,7 +89,9 @@ def _add_up(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     )  # fmt: skip
     what.add_argument("--model", metavar="NAME|PATH", help=f"what to serve [default {DEFAULT_MODEL}]")
     what.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), help=f"type of weights and cache [default {DEFAULT_DTYPE}]"
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        help=f"type of weights and cache [default {DEFAULT_DTYPE}; float32 on a CPU that has none]",
     )
     what.add_argument(
         "--transfer", choices=("auto", "shm", "tcp"), help=f"how the KV cache travels [default {DEFAULT_TRANSFER}]"

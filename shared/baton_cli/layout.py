@@ -96,6 +96,7 @@ class Host:
     logs: Path
     env: Mapping[str, str]  # BATON_* of the caller
     cores: tuple[int, ...]  # that this process may use
+    multiplies_bfloat16: bool = True  # the processor itself, not by way of float32
 
 
 def parse_setting(text: str) -> RoleSetting:
@@ -162,6 +163,13 @@ def ranks_of(role: str, options: UpOptions, host: Host) -> int:
     return ranks
 
 
+def default_dtype(options: UpOptions, host: Host) -> str:
+    """What weights and cache are of where the user does not say: float32 on a CPU that would only imitate bfloat16."""
+    said = {setting.value for setting in options.settings if setting.key == "device"}
+    said |= {host.env.get(f"BATON_{name}DEVICE", "cpu") for name in ("", "PREFILL_", "DECODE_")}
+    return DEFAULT_DTYPE if host.multiplies_bfloat16 or said - {"cpu"} else "float32"
+
+
 def _prefill(
     options: UpOptions, host: Host, ports: Iterator[int], registry: str, index: int, cores: Sequence[str | None]
 ) -> ProcessSpec:
@@ -183,7 +191,7 @@ def _worker_flags(options: UpOptions, host: Host, role: str, registry: str, core
     flags = {"registry": registry}
     for key, said, default in (
         ("model", options.model, DEFAULT_MODEL),
-        ("dtype", options.dtype, DEFAULT_DTYPE),
+        ("dtype", options.dtype, default_dtype(options, host)),
         ("transfer", options.transfer, DEFAULT_TRANSFER),
     ):
         # A default of ours must not beat what the user's environment or file says.

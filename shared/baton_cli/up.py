@@ -13,9 +13,10 @@ from baton_cli import state
 from baton_cli.errors import CliError, Interrupted
 from baton_cli.fleet import first_completion, live_entry, stop_in_order
 from baton_cli.interrupt import Interrupt
-from baton_cli.layout import DEFAULT_MODEL, Host, ProcessSpec, UpOptions, plan
+from baton_cli.layout import DEFAULT_DTYPE, DEFAULT_MODEL, Host, ProcessSpec, UpOptions, default_dtype, plan
 from baton_cli.ports import free_ports, is_free
 from baton_cli.processes import ProcessFailed, Running, spawn, wait_ready
+from baton_cli.processor import multiplies_bfloat16_here
 from baton_cli.show import Progress, Screen, failure_text, show_death, show_started
 
 WATCH_SECONDS = 0.3
@@ -40,7 +41,10 @@ def up(options: UpOptions, launch: Launch, screen: Screen, interrupt: Interrupt)
     if not is_free(options.port):
         raise CliError(f"port {options.port} is taken by another program: choose another with --port")
     directory = writable_directory(launch)
-    specs = plan(options, _host(launch, directory), free_ports(options.free_ports_needed, taken=options.port))
+    host = _host(launch, directory)
+    specs = plan(options, host, free_ports(options.free_ports_needed, taken=options.port))
+    if options.dtype is None and default_dtype(options, host) != DEFAULT_DTYPE:
+        screen.line(f"This processor has no {DEFAULT_DTYPE}: serving in float32, unless told otherwise (--dtype)")
     processes: list[Running] = []
     with ExitStack() as cleanup:
         cleanup.callback(state.remove, directory)
@@ -90,6 +94,7 @@ def _host(launch: Launch, directory: Path) -> Host:
         logs=directory / "logs",
         env={name: value for name, value in launch.environ.items() if name.startswith("BATON_")},
         cores=tuple(sorted(os.sched_getaffinity(0))),
+        multiplies_bfloat16=multiplies_bfloat16_here(),
     )
 
 

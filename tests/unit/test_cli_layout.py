@@ -127,6 +127,19 @@ def test_a_setting_is_not_beaten_by_the_flag_of_the_same_key() -> None:
     assert flag(specs["decode 0"], "--dtype") == "bfloat16"
 
 
+def test_a_cpu_without_bfloat16_serves_in_float32_unless_it_is_asked_for_or_a_gpu_does_the_work() -> None:
+    host = replace(HOST, multiplies_bfloat16=False)
+    for specs in (planned(UpOptions(), host), planned(UpOptions(), replace(host, env={"BATON_DEVICE": "cpu"}))):
+        assert {flag(specs[name], "--dtype") for name in ("prefill 0", "decode 0")} == {"float32"}
+    assert flag(planned(UpOptions(dtype="bfloat16"), host)["decode 0"], "--dtype") == "bfloat16"
+    on_gpus = (
+        planned(with_settings("prefill.device=cuda", "decode.device=cuda"), host),
+        planned(UpOptions(), replace(host, env={"BATON_DECODE_DEVICE": "cuda"})),
+    )
+    for specs in on_gpus:
+        assert {flag(specs[name], "--dtype") for name in ("prefill 0", "decode 0")} == {"bfloat16"}
+
+
 def test_a_default_does_not_beat_the_users_environment_but_a_flag_does() -> None:
     host = replace(HOST, env={"BATON_DECODE_DTYPE": "float32", "BATON_MODEL": "mine"})
     specs = planned(UpOptions(), host)

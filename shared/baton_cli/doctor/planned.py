@@ -14,6 +14,7 @@ from baton_cli.doctor.ports import listener
 from baton_cli.doctor.software import Need, TorchFacts, Wanted
 from baton_cli.layout import WORKERS, Host, ProcessSpec, UpOptions, plan
 from baton_cli.ports import FIRST_PORT, is_free
+from baton_cli.processor import multiplies_bfloat16_here
 from baton_io.config import ConfigError, resolve
 from baton_worker.config import DecodeConfig, PrefillConfig, WorkerConfig
 
@@ -59,6 +60,7 @@ def planned(options: UpOptions, environ: Mapping[str, str]) -> Planned:
         logs=Path(),
         env={name: value for name, value in environ.items() if name.startswith("BATON_")},
         cores=tuple(sorted(os.sched_getaffinity(0))),
+        multiplies_bfloat16=multiplies_bfloat16_here(),
     )
     specs = plan(options, host, range(FIRST_PORT, FIRST_PORT + options.free_ports_needed))
     configs: list[WorkerConfig] = []
