@@ -1,8 +1,9 @@
 """`baton bench overload`: goodput as the load grows past what a stack can do (it should stay near its peak).
 
-Capacity is what many clients in a closed loop get, who come again when they are refused. Then requests arrive by chance (Poisson), at shares of that rate, and
-those count that were answered in full within the bounds. The router is told to refuse who would wait longer for a first
-token than three quarters of the bound, unless `--set router.first-token-ms=…` says otherwise.
+Capacity is what many clients in a closed loop get, who come again when they are refused. Then requests arrive by chance
+(Poisson), at shares of that rate, and those count that were answered in full within the bounds. The router is told to
+refuse who would wait longer for a first token than three quarters of the bound, unless
+`--set router.first-token-ms=…` says otherwise.
 """
 
 import asyncio
