@@ -67,6 +67,13 @@ def test_a_few_may_always_wait_however_slow_it_is() -> None:
     assert pace.too_long_by_ms(3_000_000) > 0
 
 
+def test_a_slow_fleet_takes_only_as_many_as_it_can_answer_in_time() -> None:
+    for behind, takes_more in ((2, True), (3, False)):  # 3 and 4 wait, and each takes half a second
+        pace = Pace(longest_ms=2_250)
+        served(pace, every_ms=500, since_ms=0, requests=200, behind=behind)
+        assert (pace.too_long_by_ms(100_000) == 0) is takes_more
+
+
 def test_nobody_is_refused_before_the_first_token_ever_nor_without_a_limit() -> None:
     fresh = Pace(longest_ms=1)
     for _ in range(1_000):

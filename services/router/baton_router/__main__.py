@@ -1,5 +1,6 @@
 """`baton-router`: read the configuration, build the router, serve until told to stop."""
 
+import gc
 import os
 import random
 import signal
@@ -40,6 +41,9 @@ def main() -> None:
         sys.exit(f"baton-router: keys_file {config.keys_file}: {error}")
     except (OSError, ValueError) as error:
         sys.exit(f"baton-router: {error}")
+    # What was loaded stays. A collector that looked at it again would make every stream wait for as long.
+    gc.collect()
+    gc.freeze()
     uvicorn.run(
         app,
         host=config.host,

@@ -10,8 +10,9 @@ from baton_core.limits import Millis
 
 HALF_LIFE_MS: Millis = 15_000
 """Of what is remembered about the rate."""
-FREE_WAITERS = 8
-"""So few may always wait: too few to judge by, and what keeps a fleet that stands still from refusing for ever."""
+FREE_WAITERS = 2
+"""So few may always wait: what keeps a fleet that stands still from refusing for ever. More would themselves be too long
+a line where first tokens come slowly."""
 
 
 class Pace:
@@ -35,11 +36,15 @@ class Pace:
         return waiter
 
     def expected_ms(self, now_ms: float) -> float:
-        """How long one more request would wait for its first token behind those that do; 0 while too few are known."""
+        """How long one more request would wait for its first token behind those that do; 0 while too few are known.
+
+        Its own turn counts, too; it is taken for one like those that wait.
+        """
         self._advance(now_ms)
         if self.waiting <= FREE_WAITERS or not self._came:
             return 0.0
-        return self._busy_ms * min(self.waiting / self._came, self._waiting_tokens / self._came_tokens)
+        before = min(self.waiting / self._came, self._waiting_tokens / self._came_tokens)
+        return self._busy_ms * before * (self.waiting + 1) / self.waiting
 
     def too_long_by_ms(self, now_ms: float) -> float:
         """By how much that is beyond what anybody should wait: above 0 a new request is refused."""
