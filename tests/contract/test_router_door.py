@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton_core.routing.pace import FREE_WAITERS
+from baton_core.routing.pace import FREE_WAITERS_UNKNOWN
 from contract.fake_workers import (
     World,
     decodes,
@@ -163,7 +163,7 @@ async def test_who_would_wait_too_long_for_a_first_token_is_told_so_before_any_w
         await until_status(w, 200)
         w.prefill[0].script, w.decode[0].script = is_silent, is_silent
         seen = len(w.decode[0].received)
-        waiting = [asyncio.create_task(status_of(w)) for _ in range(FREE_WAITERS + 1)]
+        waiting = [asyncio.create_task(status_of(w)) for _ in range(FREE_WAITERS_UNKNOWN + 1)]
         async with asyncio.timeout(5):
             # The wait comes first: who asks nobody lets nobody else get on.
             while await expected_wait_s(w) < 0.2 or len(w.decode[0].received) < seen + len(waiting):

@@ -1,6 +1,6 @@
 """How long a new request would wait for its first token, and who is told so at once."""
 
-from baton_core.routing.pace import FREE_WAITERS, Pace, Waiter
+from baton_core.routing.pace import FREE_WAITERS_UNKNOWN, Pace, Waiter
 
 TOKENS = 128
 
@@ -26,7 +26,7 @@ def test_a_few_long_prompts_among_short_ones_do_not_look_like_a_fleet_that_stand
     short = [pace.begin(1, 0) for _ in range(200)]
     for number, waiter in enumerate(short):
         waiter.came(100 * (number + 1))
-    for _ in range(FREE_WAITERS + 1):
+    for _ in range(FREE_WAITERS_UNKNOWN + 1):
         pace.begin(3_000, 20_000)
     assert pace.expected_ms(20_000) < 1_200
 
@@ -54,14 +54,14 @@ def test_nonsense_that_the_workers_refuse_at_once_does_not_look_like_a_fleet_tha
     served(pace, every_ms=10, since_ms=0, requests=200, behind=0)
     for at_ms in range(2_000, 60_000, 2):
         pace.begin(17_000, at_ms).refused(at_ms + 2)
-    for _ in range(FREE_WAITERS + 1):
+    for _ in range(FREE_WAITERS_UNKNOWN + 1):
         pace.begin(TOKENS, 60_000)
     assert pace.too_long_by_ms(60_000) == 0
 
 
 def test_a_few_may_always_wait_however_slow_it_is() -> None:
     pace = Pace(longest_ms=1)
-    served(pace, every_ms=60_000, since_ms=0, requests=50, behind=FREE_WAITERS - 1)
+    served(pace, every_ms=60_000, since_ms=0, requests=50, behind=FREE_WAITERS_UNKNOWN - 1)
     assert pace.too_long_by_ms(3_000_000) == 0
     pace.begin(TOKENS, 3_000_000)
     assert pace.too_long_by_ms(3_000_000) > 0

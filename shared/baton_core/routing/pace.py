@@ -10,9 +10,12 @@ from baton_core.limits import Millis
 
 HALF_LIFE_MS: Millis = 15_000
 """Of what is remembered about the rate."""
+KNOWN_FIRST_TOKENS = 8
+"""Of late: with fewer there is too little to judge by."""
+FREE_WAITERS_UNKNOWN = 8
+"""So few may always wait as long as there is too little to judge by, as in a fleet that stands still."""
 FREE_WAITERS = 2
-"""So few may always wait: what keeps a fleet that stands still from refusing for ever. More would themselves be too long
-a line where first tokens come slowly."""
+"""So few may always wait. More would themselves be too long a line where a request takes half a second."""
 
 
 class Pace:
@@ -41,7 +44,8 @@ class Pace:
         Its own turn counts, too; it is taken for one like those that wait.
         """
         self._advance(now_ms)
-        if self.waiting <= FREE_WAITERS or not self._came:
+        free = FREE_WAITERS if self._came >= KNOWN_FIRST_TOKENS else FREE_WAITERS_UNKNOWN
+        if self.waiting <= free or not self._came:
             return 0.0
         before = min(self.waiting / self._came, self._waiting_tokens / self._came_tokens)
         return self._busy_ms * before * (self.waiting + 1) / self.waiting
