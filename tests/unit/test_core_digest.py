@@ -4,7 +4,8 @@ import os
 import subprocess
 import sys
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ import pytest
 from baton_core.agreement import KVPoll
 from baton_core.errors import Reason, Verdict
 from baton_core.events import Abort, DrainBegan, FlushCache, LookupFailed, Observed, Resolved, StopHere
+from baton_core.machine import Handoff
 from baton_core.pages import PagePool
 from baton_core.prefix import PrefixCache
-from baton_core.request import prompt_digest
+from baton_core.request import RequestId, prompt_digest
 from baton_core.trace import DIGEST_MASK, Trace
 from unit.cores import (
     GONE,
@@ -164,7 +166,7 @@ def test_the_seed_of_hashes_changes_nothing() -> None:
     assert len(found) == 1
 
 
-def test_a_thousand_requests_are_digested_in_about_two_milliseconds() -> None:
+def test_a_thousand_requests_are_digested_in_the_time_of_reading_them_a_few_times() -> None:
     bench = prefill(with_limits(waiting_max=2_048, chunk_tokens=1 << 20), pool_pages=1_024 * 32, context_tokens=4_096)
     prompt = tuple(range(64))
     joined = hello(prompt_tokens=64, digest=prompt_digest(prompt))
@@ -180,7 +182,15 @@ def test_a_thousand_requests_are_digested_in_about_two_milliseconds() -> None:
     sys.settrace(None)  # what is measured is the digest, not that its lines are counted
     try:
         best_s = min(timeit.repeat(bench.core.digest, number=1, repeat=30))
+        read_s = min(timeit.repeat(partial(_read_once, bench.core.ledger.live), number=1, repeat=30))
     finally:
         sys.settrace(tracer)
-    print(f"digest: {best_s * 1e3:.2f} ms of {len(bench.live)} live requests with 32 pages each")
-    assert best_s <= 0.003, "about 1.7 ms on a quiet machine"
+    print(f"digest of {len(bench.live)} requests: {best_s * 1e3:.2f} ms, {best_s / read_s:.1f} readings")
+    assert best_s <= 12 * read_s, "about 8 readings; machines differ, their ratio hardly does"
+
+
+def _read_once(live: Mapping[RequestId, Handoff]) -> int:
+    """Five fields of each request, and its pages."""
+    return sum(
+        len((one.rid, one.attempt, one.serial, one.computed, one.deadline_at, *one.pages)) for one in live.values()
+    )
