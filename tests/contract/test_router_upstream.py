@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 import uvloop
 
+from baton_router import client as client_module
 from baton_router.client import HttpUpstream
 from baton_router.upstream import UpstreamError, UpstreamLost, UpstreamRefused, read_all
 from contract.fake_workers import free_port
@@ -126,6 +127,26 @@ async def test_a_connection_that_its_worker_closes_is_not_used_again() -> None:
     async with worker(says(closing, then_close=False)) as (url, upstream, made):
         assert [await post(url, upstream) for _ in range(3)] == [b"ok"] * 3
         assert len(made) == 3
+
+
+async def test_a_connection_that_nobody_uses_any_more_is_closed_though_its_worker_keeps_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_module, "IDLE_CONNECTION_S", 0.05)
+    closed = asyncio.Event()
+
+    async def keeps(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(OK + b"content-length: 2\r\n\r\nok")
+        try:
+            await reader.read()
+        finally:
+            closed.set()
+
+    async with worker(keeps) as (url, upstream, _):
+        assert await post(url, upstream) == b"ok"
+        async with asyncio.timeout(5):
+            await closed.wait()
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,11 @@ class _Origin:
             connection.close()
         return None
 
+    def close_stale(self, now_s: float) -> None:
+        """Close what has been idle for too long: nobody may ever ask that worker again."""
+        for connection in [one for one in self.idle if now_s - one.idle_since_s >= IDLE_CONNECTION_S]:
+            connection.close()
+
     def close(self) -> None:
         """Close what is idle."""
         for connection in tuple(self.idle):
@@ -104,13 +109,22 @@ class HttpUpstream:
 
     async def __aenter__(self) -> "HttpUpstream":
         self._loop = asyncio.get_running_loop()
+        self._sweep()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._sweeping.cancel()
         for origin in self._origins.values():
             origin.close()
+
+    def _sweep(self) -> None:
+        """Now and then: a worker that was removed is not asked again, so no call would find its connections stale."""
+        now_s = self._loop.time()
+        for origin in self._origins.values():
+            origin.close_stale(now_s)
+        self._sweeping = self._loop.call_later(IDLE_CONNECTION_S, self._sweep)
 
     def call(self, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
         """See Upstream."""
