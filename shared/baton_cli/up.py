@@ -13,7 +13,7 @@ from baton_cli import state
 from baton_cli.errors import CliError, Interrupted
 from baton_cli.fleet import first_completion, live_entry, stop_in_order
 from baton_cli.interrupt import Interrupt
-from baton_cli.layout import DEFAULT_DTYPE, DEFAULT_MODEL, Host, ProcessSpec, UpOptions, default_dtype, plan
+from baton_cli.layout import DEFAULT_DTYPE, DEFAULT_MODEL, Host, ProcessSpec, UpOptions, plan
 from baton_cli.ports import free_ports, is_free
 from baton_cli.processes import ProcessFailed, Running, spawn, wait_ready
 from baton_cli.processor import multiplies_bfloat16_here
@@ -43,7 +43,7 @@ def up(options: UpOptions, launch: Launch, screen: Screen, interrupt: Interrupt)
     directory = writable_directory(launch)
     host = _host(launch, directory)
     specs = plan(options, host, free_ports(options.free_ports_needed, taken=options.port))
-    if options.dtype is None and default_dtype(options, host) != DEFAULT_DTYPE:
+    if options.dtype is None and any("float32" in spec.argv for spec in specs):  # nobody said so, environment included
         screen.line(f"This processor has no {DEFAULT_DTYPE}: serving in float32, unless told otherwise (--dtype)")
     processes: list[Running] = []
     with ExitStack() as cleanup:

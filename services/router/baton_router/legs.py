@@ -1,6 +1,7 @@
 """One leg of an attempt: a call to a worker, looked at as its answer comes, ended once."""
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -54,7 +55,7 @@ class FirstBytes(msgspec.Struct, frozen=True, kw_only=True):
     chunk: bytes
 
 
-class Leg(Generic[T]):
+class Leg(ABC, Generic[T]):
     """One upstream call, begun when built, counted as in flight on its worker until it is ended.
 
     What comes is looked at as it comes, by whoever brings it, so that a leg that goes well costs no task. Only what a
@@ -73,6 +74,7 @@ class Leg(Generic[T]):
     ) -> None:
         self.target = target
         self.worker = target.worker
+        self._call = call
         self.is_done = False  # `result` is known
         self._value: Any = None
         self._reading: asyncio.Task[T | Failure] | None = None
@@ -110,9 +112,9 @@ class Leg(Generic[T]):
         except UpstreamError as error:
             self._settle(_missed(self.worker, error))
 
+    @abstractmethod
     def _look(self, answer: Calling) -> None:
         """Some of a good answer is here: settle the leg, or read on, or wait. Raises UpstreamError."""
-        raise NotImplementedError
 
     def _settle(self, value: T | Failure) -> None:
         self._value = value
@@ -190,22 +192,10 @@ class PrefillLeg(Leg["Scores | None"]):
     With `wants_scores` the prompt's logprobs are taken from it.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        call: Call,
-        body: bytes,
-        on_result: Callable[[], None],
-        *,
-        upstream: Upstream,
-        directory: Directory,
-    ) -> None:
-        self._wants_scores = call.wants_scores
-        self._dropped_bytes = 0
-        super().__init__(target, call, body, on_result, upstream=upstream, directory=directory)
+    _dropped_bytes = 0
 
     def _look(self, answer: Calling) -> None:
-        if self._wants_scores:
+        if self._call.wants_scores:
             self._read_on(partial(_read_scores, answer))
             return
         while chunk := answer.take():
