@@ -30,6 +30,8 @@ PAGE_TOKENS = 4
 KV_TOKENS = 1_024
 JUDGED = Sampling(temperature=0, logprobs=4)
 ANSWER_S = 60.0
+# Torch from a cold disk, four times at once on two cores.
+START_S = 300.0
 LIMIT_MS = 20_000
 
 Rounds = list[tuple[StepPlan | None, ...]]
@@ -57,6 +59,10 @@ class RankPool:
             process.start()
             self._processes.append(process)
             self._ends.append(ours)
+        for rank, end in enumerate(self._ends):
+            if not end.poll(START_S):
+                raise TimeoutError(f"rank {rank} did not start within {START_S} s")
+            assert end.recv() == "ready"
 
     def run(self, task: Callable[..., Any], ranks: Sequence[int], *args: Any) -> list[Any]:
         """What each of `ranks` answers, in their order."""
@@ -94,6 +100,7 @@ def rank_pool() -> RankPool:
 
 def _serve(end: Connection) -> None:
     torch.set_num_threads(1)
+    end.send("ready")
     while True:
         try:
             task, args = end.recv()

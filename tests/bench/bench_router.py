@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,8 @@ from typing import Any
 
 import httptools
 import uvloop
+
+from baton_cli.ports import free_ports
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PEERS = ROOT / ".baton/peers"
@@ -180,13 +181,6 @@ async def measure_streams(port: int, connections: int, seconds: float) -> tuple[
     return len(took_s) * CHUNKS / (time.perf_counter() - began_s), statistics.median(first_s) * 1e6
 
 
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def start(command: list[str], core: int) -> "subprocess.Popen[bytes]":
     """A router on one core, quiet."""
     pinned = ["taskset", "-c", str(core), *command] if os.cpu_count() != 1 else command
@@ -221,7 +215,7 @@ class Router:
 def routers_of(prefill: int, decode: int, sglang: Path, vllm: Path) -> dict[str, Router]:
     """Ours, and the peers that are there."""
     workers = [f"http://127.0.0.1:{prefill}", f"http://127.0.0.1:{decode}"]
-    port = free_port()
+    port = free_ports(1, taken=0)[0]
     ours = [sys.executable, "-m", "baton_router", "--port", str(port), "--log-level", "warning"]
     found = {"baton": Router([*ours, "--prefill", workers[0], "--decode", workers[1]], port, "/ready")}
     for name, python, module, mode in (
@@ -229,10 +223,10 @@ def routers_of(prefill: int, decode: int, sglang: Path, vllm: Path) -> dict[str,
         ("vllm-router", vllm, "vllm_router.launch_router", "--vllm-pd-disaggregation"),
     ):
         if python.exists():
-            port = free_port()
+            port = free_ports(1, taken=0)[0]
             theirs = [str(python), "-m", module, mode, "--policy", "random", "--port", str(port)]
             theirs += ["--prefill", workers[0], "8998", "--decode", workers[1]]
-            theirs += ["--prometheus-port", str(free_port()), "--log-level", "error"]
+            theirs += ["--prometheus-port", str(free_ports(1, taken=0)[0]), "--log-level", "error"]
             found[name] = Router(theirs, port, "/readiness")
     return found
 

@@ -413,13 +413,6 @@ async def world(
         yield World(client, ps, ds)
 
 
-def free_port() -> int:
-    """A port of the loopback that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 async def texts(response: Any) -> list[str]:
     """The texts of a whole event stream, `[DONE]` left out."""
     events = (await response.read()).decode().split("\n\n")

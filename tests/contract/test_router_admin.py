@@ -9,10 +9,10 @@ from contract.fake_workers import (
     decodes,
     decodes_slowly,
     event,
-    free_port,
     prefills,
     world,
 )
+from ports import free_port
 
 
 def admin_of(w: World, port: int) -> Client:

@@ -13,11 +13,11 @@ from contract.fake_workers import (
     decodes,
     decodes_slowly,
     error_of,
-    free_port,
     is_silent,
     prefills,
     world,
 )
+from ports import free_port
 
 KEYS = """
 [keys.search]

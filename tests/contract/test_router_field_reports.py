@@ -28,7 +28,6 @@ from contract.fake_workers import (
     decodes_slowly,
     dies_after,
     event,
-    free_port,
     is_silent,
     prefills,
     resets,
@@ -37,6 +36,7 @@ from contract.fake_workers import (
     tells,
     world,
 )
+from ports import free_port
 
 MIB = 1 << 20
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import signal
-import socket
 import sys
 
 import aiohttp
@@ -24,6 +23,7 @@ from contract.fake_workers import (
     texts,
     world,
 )
+from ports import free_port
 
 # -- retries
 
@@ -83,9 +83,7 @@ async def test_told_to_stop_the_router_lets_a_stream_finish_and_exits_with_0() -
         FakeWorker("decode", rooms, decodes_slowly) as decode,
         aiohttp.ClientSession() as session,
     ):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         command = f"-m baton_router --port {port} --prefill {prefill.url} --decode {decode.url}"
         router = await asyncio.create_subprocess_exec(sys.executable, *command.split())
         client = Client(f"http://127.0.0.1:{port}", session)

@@ -4,8 +4,9 @@ from baton_router.exchange import Exchange
 from baton_router.failures import FailureKind, leg_failure
 from baton_router.recent import Rates, Recent
 from baton_router.status_page import Status, render
-from contract.fake_workers import free_port, world
+from contract.fake_workers import world
 from contract.test_router_admin import admin_of
+from ports import free_port
 
 HOSTILE = "<script>alert('x')</script>"
 

@@ -10,7 +10,7 @@ import uvloop
 from baton_router import client as client_module
 from baton_router.client import HttpUpstream
 from baton_router.upstream import UpstreamError, UpstreamLost, UpstreamRefused, read_all
-from contract.fake_workers import free_port
+from ports import free_port
 
 
 @pytest.fixture(params=[asyncio.DefaultEventLoopPolicy, uvloop.EventLoopPolicy], ids=["asyncio", "uvloop"])

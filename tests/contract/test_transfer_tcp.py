@@ -11,6 +11,7 @@ from baton_core.agreement import KVPoll
 from baton_core.effects import Push
 from contract.transfer_pairs import DECODE, SHAPE, Pair, make_pair
 from contract.transfer_writers import TcpWriter
+from ports import free_port
 
 
 @pytest.fixture
@@ -19,9 +20,7 @@ def tcp_pair(tmp_path: Path) -> Iterator[Pair]:
 
 
 def test_nobody_listening_fails_the_transfer_and_names_the_cause(tcp_pair: Pair) -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        port = closed.getsockname()[1]
+    port = free_port()
     tcp_pair.offer()
     tcp_pair.sender.order(DECODE, tcp_pair.order(7, 1, (5, 3, 9), 2, address=f"127.0.0.1:{port}"))
     tcp_pair.sender.push(Push(room=7, attempt=1, first=0, pages=(0,)))

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -23,6 +22,7 @@ from baton_worker.serving import Site, listen, monotonic_ms, port_of, serve
 from baton_worker.tokenizer import Tokenizer
 from baton_worker.worker import State, Worker
 from contract.worker_apps import LIMITS, SCRIPTED_RANK, Running, ScriptedCompanion, model_tokenizer
+from ports import free_port
 
 FAST = replace(LIMITS, start_ms=10_000, link_silent_ms=2_500)
 
@@ -30,19 +30,6 @@ FAST = replace(LIMITS, start_ms=10_000, link_silent_ms=2_500)
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return model_tokenizer()
-
-
-def meeting_port() -> int:
-    """A port that is free, and the next one too."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
-            return port
 
 
 @dataclass
@@ -60,7 +47,7 @@ class Nodes:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self.port = meeting_port()
+        self.port = free_port(in_a_row=2)
 
     def config(self, node_rank: int, limits: Limits = FAST, **options: Any) -> DecodeConfig:
         address = f"127.0.0.1:{self.port}"

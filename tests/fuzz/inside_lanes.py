@@ -37,7 +37,7 @@ from contract.transfer_pairs import PAGES, PREFILL, SHAPE, WAIT_S, Pair, make_pa
 from fuzz.frame_cases import hub_case, kv_case, note_case, round_case, shm_case, to_app, to_rank
 from fuzz.lanes import Lane
 from fuzz.wire import Wrong
-from integration.stack import free_port
+from ports import free_port
 
 ORDERED, ROW = (5, 3, 9), 2
 GATHER_MS = 10_000

@@ -20,7 +20,8 @@ from fuzz.frame_cases import Peer
 from fuzz.wire import Wrong
 from integration.noise import LISTEN
 from integration.pairs import LASTING
-from integration.stack import REQUEST_S, Stack, eventually, free_port
+from integration.stack import REQUEST_S, Stack, eventually
+from ports import free_port
 from tiny_folders import VOCAB, save_folder, sure_prompts
 from tiny_models import TINY, oracle
 

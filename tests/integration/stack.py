@@ -1,10 +1,8 @@
 """A real Baton on this machine, started the way a person starts it: `baton up --detach`, and stopped by `baton down`."""
 
 import asyncio
-import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
+from ports import free_port
 
 START_S = 120.0
 REQUEST_S = 240.0
@@ -93,18 +93,6 @@ async def eventually(
     while not await holds():
         assert time.monotonic() < deadline, f"not within {within_s} s: {what}; {describe()}"
         await asyncio.sleep(0.05)
-
-
-def free_port(in_a_row: int = 1) -> int:
-    """A port that nobody listens on now, nor on the next `in_a_row - 1`."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
-        with contextlib.ExitStack() as held, contextlib.suppress(OSError, OverflowError):
-            for number in range(port + 1, port + in_a_row):
-                held.enter_context(socket.create_server(("127.0.0.1", number)))
-            return port
 
 
 def gold(name: str = "smollm2") -> list[dict[str, Any]]:

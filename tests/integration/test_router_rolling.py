@@ -24,8 +24,9 @@ pytest.importorskip("transformers")
 
 import torch
 
-from integration.stack import START_S, Stack, eventually, free_port
+from integration.stack import START_S, Stack, eventually
 from integration.workers import Worker, answer_of, flags_of, stop_all
+from ports import free_port
 from tiny_folders import MARGIN, VOCAB, save_folder
 from tiny_models import oracle
 

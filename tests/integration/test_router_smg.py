@@ -14,8 +14,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from integration.stack import Stack, eventually, free_port
+from integration.stack import Stack, eventually
 from integration.test_sglang_router import events, installed, post, ready, running
+from ports import free_port
 from tiny_folders import VOCAB, save_folder, sure_prompts
 from tiny_models import oracle
 

@@ -16,7 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from integration.stack import Stack, eventually, free_port, gold, greedy
+from integration.stack import Stack, eventually, gold, greedy
+from ports import free_port
 
 VERSION = "0.3.2"
 PEERS = Path(__file__).parents[2] / ".baton" / "peers"

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from integration.stack import free_port
 from integration.workers import Worker, answer_of, flags_of, stop_all
+from ports import free_port
 from tiny_folders import VOCAB, save_folder, sure_prompts
 from tiny_models import oracle
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import httpx
 
-from integration.stack import REQUEST_S, free_port
+from integration.stack import REQUEST_S
+from ports import free_port
 
 READY_S = 120.0
 STOP_S = 20.0

@@ -1,6 +1,5 @@
 """Groups of ranks: who is in them, what they do, and what is said when somebody does not come. Real processes, gloo."""
 
-import socket
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from torch.testing import assert_close
 from baton_core.errors import EngineError
 from baton_core.ranks import Parallel
 from baton_engine.groups import RankGroup, join
+from ports import free_port
 from rank_pool import Fault, RankPool, agreed, everything_grouped, left, rank_pool, started, summed
 
 
@@ -27,9 +27,7 @@ def rendezvous(tmp_path: Path) -> str:
 
 
 def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 def test_every_rank_is_in_its_groups_and_every_group_works(ranks: RankPool, tmp_path: Path) -> None:
