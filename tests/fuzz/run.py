@@ -15,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from fuzz.alone import leave_the_network
 from fuzz.http_lanes import HttpLane
 from fuzz.inside_lanes import INSIDE
 from fuzz.lanes import Failed, Lane, Progress, drive
@@ -65,6 +66,9 @@ def main() -> int:
     args = parser.parse_args()
     ports = args.port or list(PORTS)
     cases = max(1, args.cases // len(ports))
+    refused = leave_the_network()
+    if refused:
+        parser.exit(1, f"{refused}; run as root\n")
     began_s = time.monotonic()
     wrong = [asyncio.run(_inside(port, args, cases)) for port in ports if port in INSIDE]
     live = [port for port in ports if port in LIVE]
