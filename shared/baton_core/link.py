@@ -147,8 +147,10 @@ class Link:
         """When `tick` has something to do next."""
         if self.lost is not None:
             return self._heard_at  # at once: the loss is still to be reported
-        due = min(self._heard_at + self._limits.link_silent_ms, self._sent_at + self._limits.heartbeat_ms)
-        return due if self._resend_at is None else min(due, self._resend_at)
+        limits, resend = self._limits, self._resend_at
+        silent, beat = self._heard_at + limits.link_silent_ms, self._sent_at + limits.heartbeat_ms
+        due = silent if silent < beat else beat
+        return due if resend is None or due < resend else resend
 
     def farewell(self) -> Frame:
         """The frame that tells the peer that this conversation is over."""

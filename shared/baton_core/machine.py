@@ -144,7 +144,8 @@ class Handoff:
     @property
     def due_at(self) -> Millis:
         """When the first of its deadlines passes."""
-        return self.deadline_at if self.stage_deadline_at is None else min(self.deadline_at, self.stage_deadline_at)
+        stage = self.stage_deadline_at
+        return stage if stage is not None and stage < self.deadline_at else self.deadline_at
 
     def owned(self) -> tuple[str, ...]:
         """What this request holds, by name: the one list that admission and release go by."""

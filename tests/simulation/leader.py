@@ -46,6 +46,9 @@ class Leader:
         self.nudged = False
         self.skew = self.world.random.randrange(1_000)
         self._wake_at: int | None = None
+        # What the core and the links said when the loop last went to sleep: asking again tells nothing new.
+        self._core_due: Millis | None = None
+        self._links_due: Millis | None = None
         # DP attention: rounds to begin, and our part in them.
         self._begun: deque[int] = deque()
         self._part = Part(unit.parallel.members)
@@ -105,10 +108,9 @@ class Leader:
         inbox, self.inbox = self.inbox, []
         for item in inbox:
             self._take(item, now)
-        due_links = self.switchboard.next_due()
-        if due_links is not None and due_links <= now:
+        if self._links_due is not None and self._links_due <= now:
             self._tick_links(now)
-        due = self.rank.core.next_deadline()
+        due = self._core_due
         number = self._begun.popleft() if self._begun else None
         if self.nudged or self.log.wants or number is not None or (due is not None and due <= now):
             self._write(number, now)
@@ -125,6 +127,7 @@ class Leader:
 
     def applied(self, entry: LogEntry) -> None:
         """The leading rank has applied its entry."""
+        self._core_due = self.rank.core.next_deadline()
         steps = self.rank.core.steps.count
         if entry.round is None:
             self._part.changed()
@@ -155,11 +158,13 @@ class Leader:
     def _sleep(self) -> None:
         """Until when is there nothing to do?"""
         self._want_round()
-        dues = [due for due in (self.rank.core.next_deadline(), self.switchboard.next_due()) if due is not None]
+        due = links_due = self._links_due = self.switchboard.next_due()
+        if self._core_due is not None and (links_due is None or self._core_due < links_due):
+            due = self._core_due
         if self.nudged or self.inbox or self._begun:
             self.wake(0)
-        elif dues:
-            self.wake(max(1, min(dues) - self.now))
+        elif due is not None:
+            self.wake(max(1, due - self.now))
 
     def _take(self, item: object, now: Millis) -> None:
         if isinstance(item, tuple):

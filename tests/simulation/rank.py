@@ -187,7 +187,8 @@ class Rank:
         entry = self.entry
         assert entry is not None
         self._asking = None
-        check_books(self, entry.now)
+        if self.leads:
+            check_books(self, entry.now)  # the others' are the same: `Unit.applied` compares digests
         for index, event in enumerate(entry.inputs):
             if isinstance(event, PeerGone) and not any(_of(event.peer, later) for later in entry.inputs[index + 1 :]):
                 check_peer_gone(self, event.peer)

@@ -1,6 +1,7 @@
 """Play seeds: `python tests/simulation/run.py --seeds 1000 --first 0`. Exits 1 at a failing seed or short coverage."""
 
 import argparse
+import gc
 import multiprocessing
 import os
 import statistics
@@ -15,6 +16,8 @@ if __name__ in ("__main__", "__mp_main__"):
 
 from simulation.tally import SEEDS_FOR_COVERAGE, Tally, report, shortfalls
 from simulation.world import World, tell
+
+COLLECT_EVERY = 100_000
 
 
 @dataclass(slots=True)
@@ -47,7 +50,9 @@ def play(seed: int, *, traced: bool = False) -> Played:
 
 
 def play_many(seeds: range) -> list[Played]:
-    """Play some seeds in this process."""
+    """Play some seeds in this process, with a collector that looks at what is new, and once a few worlds."""
+    gc.freeze()
+    gc.set_threshold(COLLECT_EVERY)
     return [play(seed) for seed in seeds]
 
 

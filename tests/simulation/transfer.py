@@ -94,10 +94,6 @@ class Attempt:
         """A page is being read or written right now."""
         return any(way.busy for way in self.ways.values())
 
-    def over(self) -> bool:
-        """Everything is there, on every way."""
-        return all(way.whole for way in self.ways.values())
-
     def poll(self) -> Observation:
         """The state right now."""
         if self.failed is not None or self.revoked:
@@ -105,12 +101,16 @@ class Attempt:
             return Observation(
                 poll=KVPoll.Failed, writers_stopped=self.stopped, reason=reason, text=text, progress=self.progress
             )
+        ordered = whole = True
+        for way in self.ways.values():
+            ordered = ordered and way.ordered
+            whole = whole and way.moved >= way.owed
         state = KVPoll.Bootstrapping
-        if self.magic or (all(way.ordered for way in self.ways.values()) and self.over()):
+        if self.magic or (ordered and whole):
             state = KVPoll.Success
         elif self.begun:
             state = KVPoll.Transferring
-        elif all(way.ordered for way in self.ways.values()):
+        elif ordered:
             state = KVPoll.WaitingForInput
         return Observation(poll=state, progress=self.progress)
 

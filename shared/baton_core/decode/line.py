@@ -45,6 +45,8 @@ class PageLine:
 
     def admit(self) -> None:
         """Give pages to whoever can have them."""
+        if not (self._prealloc.queue or self._batch.local or self._memory.retracted):
+            return  # whoever waits next makes the stamp a new one
         while (stamp := self._stamp()) != self._seen:
             self._seen = stamp
             self._pass()
