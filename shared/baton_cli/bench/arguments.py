@@ -152,7 +152,9 @@ def _add_compare(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 def _stack(group: "argparse._ActionsContainer") -> None:
     group.add_argument("--model", metavar="NAME|PATH", help="as for baton up")
-    group.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="[default %(default)s]")
+    group.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), help="[default bfloat16; on a CPU that has none float32]"
+    )
     group.add_argument(
         "--set",
         action="append",

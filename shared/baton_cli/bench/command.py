@@ -17,6 +17,7 @@ from baton_cli.bench.stats import parse_bounds
 from baton_cli.errors import Interrupted, UsageError
 from baton_cli.interrupt import Interrupt
 from baton_cli.layout import RoleSetting, parse_setting
+from baton_cli.processor import multiplies_bfloat16_here
 from baton_cli.show import Screen
 
 EXIT_INTERRUPTED = 130
@@ -71,6 +72,16 @@ def _serve(arguments: argparse.Namespace) -> Serve:
     )
 
 
+def _dtype(arguments: argparse.Namespace) -> str:
+    """As `baton up` would choose; peers that compute in bfloat16 alone are met in it."""
+    if arguments.dtype is not None:
+        return str(arguments.dtype)
+    elsewhere = any(setting.key == "device" and setting.value != "cpu" for setting in _settings(arguments))
+    if elsewhere or getattr(arguments, "peer", "transformers") != "transformers" or multiplies_bfloat16_here():
+        return "bfloat16"
+    return "float32"
+
+
 def _handoff(arguments: argparse.Namespace) -> HandoffBench:
     transports = tuple(filter(None, (name.strip() for name in arguments.transports.split(","))))
     if not transports or not set(transports) <= set(TRANSPORTS):
@@ -81,7 +92,7 @@ def _handoff(arguments: argparse.Namespace) -> HandoffBench:
         transports=transports,
         cores=_pair(arguments.cores),
         model=arguments.model,
-        dtype=arguments.dtype,
+        dtype=_dtype(arguments),
         settings=_settings(arguments),
         seed=arguments.seed,
         json=arguments.json,
@@ -98,7 +109,7 @@ def _interference(arguments: argparse.Namespace) -> InterferenceBench:
         seconds=arguments.seconds,
         cores=_pair(arguments.cores),
         model=arguments.model,
-        dtype=arguments.dtype,
+        dtype=_dtype(arguments),
         transfer=arguments.transfer,
         settings=_settings(arguments),
         seed=arguments.seed,
@@ -115,7 +126,7 @@ def _overload(arguments: argparse.Namespace) -> OverloadBench:
         seconds=arguments.seconds,
         cores=_pair(arguments.cores),
         model=arguments.model,
-        dtype=arguments.dtype,
+        dtype=_dtype(arguments),
         settings=_settings(arguments),
         seed=arguments.seed,
         json=arguments.json,
@@ -133,7 +144,7 @@ def _compare(arguments: argparse.Namespace) -> Compare:
         rounds=arguments.rounds,
         cores=tuple(_cores(part) for part in cores.split("/")),
         model=arguments.model,
-        dtype=arguments.dtype,
+        dtype=_dtype(arguments),
         settings=_settings(arguments),
         seed=arguments.seed,
         json=arguments.json,

@@ -204,7 +204,19 @@ async def _round(
     failed = next((sample.failure for sample in samples if sample.failure is not None), None)
     if failed is not None:
         raise CliError(f"{mine.name}: a request of {cell.input_tokens} tokens failed: {failed}")
+    refuse_cached(mine.name, cell, samples)
     return samples
+
+
+def refuse_cached(name: str, cell: Cell, samples: Sequence[Sample]) -> None:
+    """Raises CliError where a prefix cache answered for some of the prompts: such a ratio would compare nothing."""
+    cached = sum(sample.cached_tokens for sample in samples)
+    if cached:
+        asked = cell.input_tokens * len(samples)
+        raise CliError(
+            f"{name}: {cached} of {asked} prompt tokens came from its prefix cache, though no two prompts are alike; "
+            "use another --seed, or a server that is not used by others"
+        )
 
 
 def _figures(rounds: Sequence[Sequence[Sample]]) -> Figures:

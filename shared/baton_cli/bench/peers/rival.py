@@ -23,8 +23,8 @@ class Cell:
     requests: int
 
     def prompt(self, prompts: Prompts, round_name: str, number: int) -> list[int]:
-        """The same for every rival, another for each request."""
-        return prompts.ids(f"{round_name} {self.concurrency} {number}", self.input_tokens)
+        """The same for every rival, another for each request of each cell: no prefix cache has seen it."""
+        return prompts.ids(f"{round_name} {self.output_tokens} {self.concurrency} {number}", self.input_tokens)
 
 
 class Rival(Protocol):
