@@ -115,6 +115,8 @@ HEAD_MS: Millis = 10_000
 """From the first byte of a request to the end of its head (408)."""
 BODY_STALL_MS: Millis = 120_000
 """Between two bytes of a body; then the client counts as gone. The router says 408 before that (client_silence_ms)."""
+PRIORITY_MOST = 1_000_000
+"""Greatest `priority` of a request, and its negative the least; greater is served first, 0 is normal."""
 PROMPT_LOGPROBS_MAX = 1 << 17
 """Logprobs of a prompt's tokens and of the likeliest beside them, all together: as many as are put into words in about
 50 ms, for which nothing else of this worker moves."""

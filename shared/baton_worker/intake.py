@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from baton_core.errors import ClientError, Verdict, raise_for
-from baton_core.limits import PROMPT_LOGPROBS_MAX, Limits, Millis
+from baton_core.limits import PRIORITY_MOST, PROMPT_LOGPROBS_MAX, Limits, Millis
 from baton_core.request import FAKE_HOST, Bootstrap, Request, RequestId, Sampling
 from baton_worker.config import Role
 from baton_worker.placement import check_routed
@@ -27,9 +27,6 @@ INLINE_CHARS = 16_384
 
 GREEDY_BELOW = 1e-6
 """A temperature below this is 0, as in SGLang: dividing logits by it would overflow."""
-
-PRIORITY_MOST = 1_000_000
-"""Greatest `priority` of a request, and its negative the least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

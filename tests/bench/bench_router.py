@@ -7,7 +7,10 @@ measured in turns, and only ratios within one run count. The peers come from vir
     worker  asyncio protocol on httptools: answers every path at once with 505 bytes of JSON, or with 32 events, each
             with its record where the router asks for them, as a decode worker of ours would
     client  asyncio protocols: each connection sends its next request when its answer is complete
-    CPU     user and system time of the router's process over the requests it served
+    direct  the same client without a router, which sends one leg, to decode
+    by hand the same, but sends both legs itself on two connections, and waits for both: what a router adds to that is
+            its own; what it adds to `direct` has the second leg in it, for which client and workers take time, too
+    CPU     user and system time of the router's process over the requests it served; of client and workers without one
 """
 
 import argparse
@@ -33,6 +36,7 @@ from baton_cli.ports import free_ports
 ROOT = Path(__file__).resolve().parent.parent.parent
 PEERS = ROOT / ".baton/peers"
 CONNECTIONS = (1, 16, 64)
+DIRECT, BY_HAND = "direct", "by hand"
 REQUEST = json.dumps({"model": "m", "prompt": "x" * 110, "max_tokens": 16}).encode()
 CHUNKS = 32
 STREAM_REQUEST = json.dumps({"model": "m", "prompt": "x" * 110, "max_tokens": CHUNKS, "stream": True}).encode()
@@ -102,26 +106,65 @@ class Worker(asyncio.Protocol):
         self.transport.write(head + body)
 
 
-class Caller(asyncio.Protocol):
-    """One connection of the client."""
+class Caller:
+    """One client: sends each request on all of its connections at once, and the next when every answer is complete."""
 
     def __init__(self, call: bytes, until_s: float, took_s: list[float], first_s: list[float]) -> None:
         self.call, self.until_s, self.took_s, self.first_s = call, until_s, took_s, first_s
-        self.has_begun = False
-        self.parser: Any = httptools.HttpResponseParser(self)
+        self.connections: list[Connection] = []
+        self.open = self.missing = 0  # connections; answers to the request under way
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def connection_made(self, transport: Any) -> None:
-        self.transport = transport
+    async def connect(self, ports: tuple[int, ...]) -> "Caller":
+        """Connect, and send the first request."""
+        loop = asyncio.get_running_loop()
+        for port in ports:
+            _, connection = await loop.create_connection(lambda: Connection(self), "127.0.0.1", port)
+            self.connections.append(connection)
+            self.open += 1
         self.next()
+        return self
 
     def next(self) -> None:
         self.began_s = time.perf_counter()
+        self.missing = len(self.connections)
+        is_over = self.began_s > self.until_s
+        for connection in self.connections:
+            if is_over:
+                connection.transport.close()
+            else:
+                connection.has_begun = False
+                connection.transport.write(self.call)
+
+    def began(self, connection: "Connection") -> None:
+        """The body of an answer begins; that of the last connection is what a client would read."""
+        if connection is self.connections[-1]:
+            self.first_s.append(time.perf_counter() - self.began_s)
+
+    def answered(self) -> None:
+        """One answer is complete."""
+        self.missing -= 1
+        if not self.missing:
+            self.took_s.append(time.perf_counter() - self.began_s)
+            self.next()
+
+    def lost(self) -> None:
+        """One connection is closed."""
+        self.open -= 1
+        if not self.open and not self.done.done():
+            self.done.set_result(None)
+
+
+class Connection(asyncio.Protocol):
+    """One connection of a client."""
+
+    def __init__(self, caller: Caller) -> None:
+        self.caller = caller
         self.has_begun = False
-        if self.began_s > self.until_s:
-            self.transport.close()
-            return
-        self.transport.write(self.call)
+        self.parser: Any = httptools.HttpResponseParser(self)
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
 
     def data_received(self, data: bytes) -> None:
         self.parser.feed_data(data)
@@ -129,32 +172,27 @@ class Caller(asyncio.Protocol):
     def on_body(self, _data: bytes) -> None:
         if not self.has_begun:
             self.has_begun = True
-            self.first_s.append(time.perf_counter() - self.began_s)
+            self.caller.began(self)
 
     def on_message_complete(self) -> None:
         assert self.parser.get_status_code() == 200, self.parser.get_status_code()
-        self.took_s.append(time.perf_counter() - self.began_s)
-        self.next()
+        self.caller.answered()
 
-    def connection_lost(self, error: Exception | None) -> None:
-        if not self.done.done():
-            self.done.set_result(None)
+    def connection_lost(self, _error: Exception | None) -> None:
+        self.caller.lost()
 
 
 async def load(
-    port: int, connections: int, seconds: float, body: bytes = REQUEST, first_s: list[float] | None = None
+    ports: tuple[int, ...], connections: int, seconds: float, body: bytes = REQUEST, first_s: list[float] | None = None
 ) -> list[float]:
     """Latencies of every request answered in that time; `first_s` takes those of the first byte of each body."""
     head = f"POST /v1/completions HTTP/1.1\r\nhost: r\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
     call = head.encode() + b"\r\n\r\n" + body
     took_s: list[float] = []
     firsts: list[float] = [] if first_s is None else first_s
-    until_s, loop = time.perf_counter() + seconds, asyncio.get_running_loop()
-    made = [
-        await loop.create_connection(lambda: Caller(call, until_s, took_s, firsts), "127.0.0.1", port)
-        for _ in range(connections)
-    ]
-    await asyncio.gather(*(caller.done for _, caller in made))
+    until_s = time.perf_counter() + seconds
+    callers = [await Caller(call, until_s, took_s, firsts).connect(ports) for _ in range(connections)]
+    await asyncio.gather(*(caller.done for caller in callers))
     return took_s
 
 
@@ -164,20 +202,20 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def measure(port: int, pid: int, connections: int, seconds: float) -> Figure:
+async def measure(ports: tuple[int, ...], pid: int, connections: int, seconds: float) -> Figure:
     """One run, after a short warm-up."""
-    await load(port, connections, 0.3)
+    await load(ports, connections, 0.3)
     before_s, began_s = cpu_s(pid), time.perf_counter()
-    took_s = sorted(await load(port, connections, seconds))
+    took_s = sorted(await load(ports, connections, seconds))
     spent_s, wall_s = cpu_s(pid) - before_s, time.perf_counter() - began_s
     p99 = took_s[int(len(took_s) * 0.99)]
     return Figure(len(took_s) / wall_s, statistics.median(took_s) * 1e6, p99 * 1e6, spent_s / len(took_s) * 1e6)
 
 
-async def measure_streams(port: int, connections: int, seconds: float) -> tuple[float, float]:
+async def measure_streams(ports: tuple[int, ...], connections: int, seconds: float) -> tuple[float, float]:
     """Events passed on in a second, and the median time to a stream's first event in microseconds."""
     began_s, first_s = time.perf_counter(), list[float]()
-    took_s = await load(port, connections, seconds, STREAM_REQUEST, first_s)
+    took_s = await load(ports, connections, seconds, STREAM_REQUEST, first_s)
     return len(took_s) * CHUNKS / (time.perf_counter() - began_s), statistics.median(first_s) * 1e6
 
 
@@ -242,24 +280,19 @@ async def compare(sglang: Path, vllm: Path, seconds: float, rounds: int) -> tupl
     loop, figures, chunks = asyncio.get_running_loop(), Figures(), Streams()
     workers = [await loop.create_server(Worker, "127.0.0.1", 0) for _ in range(2)]
     prefill, decode = (worker.sockets[0].getsockname()[1] for worker in workers)
-    for connections in CONNECTIONS:
-        took_s = sorted(await load(decode, connections, seconds))
-        direct = Figure(
-            len(took_s) / seconds, statistics.median(took_s) * 1e6, took_s[-1 - len(took_s) // 100] * 1e6, 0
-        )
-        figures["direct", connections] = [direct]
-        chunks["direct", connections] = [await measure_streams(decode, connections, seconds)]
     routers = routers_of(prefill, decode, sglang, vllm)
     running = {name: start(router.command, (os.cpu_count() or 1) - 1) for name, router in routers.items()}
     try:
         for name, router in routers.items():
             await up(router.port, running[name], router.path)
+        under_test = {DIRECT: ((decode,), os.getpid()), BY_HAND: ((prefill, decode), os.getpid())}
+        under_test |= {name: ((router.port,), running[name].pid) for name, router in routers.items()}
         for _ in range(rounds):
             for connections in CONNECTIONS:
-                for name, router in routers.items():
-                    figure = await measure(router.port, running[name].pid, connections, seconds)
+                for name, (ports, pid) in under_test.items():
+                    figure = await measure(ports, pid, connections, seconds)
                     figures.setdefault((name, connections), []).append(figure)
-                    passed = await measure_streams(router.port, connections, seconds)
+                    passed = await measure_streams(ports, connections, seconds)
                     chunks.setdefault((name, connections), []).append(passed)
     finally:
         for process in running.values():
@@ -271,20 +304,25 @@ async def compare(sglang: Path, vllm: Path, seconds: float, rounds: int) -> tupl
 def summary(figures: Figures, chunks: Streams) -> dict[str, Any]:
     """Medians over the rounds by router and connections, and what issue 8 and T8 ask for: ratios within this run."""
     made: dict[str, dict[str, dict[str, float]]] = {}
-    for (name, connections), several in figures.items():
-        rate, p50, p99, cpu = (
-            statistics.median(getattr(figure, field) for figure in several)
-            for field in ("rate", "p50_us", "p99_us", "cpu_us")
-        )
-        passed, first = (statistics.median(one[index] for one in chunks[name, connections]) for index in (0, 1))
+
+    def median(name: str, connections: int, field: str) -> float:
+        return statistics.median(getattr(figure, field) for figure in figures[name, connections])
+
+    def streams(name: str, connections: int, index: int) -> float:
+        return statistics.median(one[index] for one in chunks[name, connections])
+
+    for name, connections in figures:
+        p50, first = median(name, connections, "p50_us"), streams(name, connections, 1)
         made.setdefault(name, {})[str(connections)] = {
-            "json_requests_per_s": rate,
+            "json_requests_per_s": median(name, connections, "rate"),
             "p50_us": p50,
-            "p99_us": p99,
-            "cpu_us_a_request": cpu,
-            "p50_added_us": p50 - figures["direct", connections][0].p50_us,
-            "chunks_per_s": passed,
-            "first_chunk_late_us": first - chunks["direct", connections][0][1],
+            "p99_us": median(name, connections, "p99_us"),
+            "cpu_us_a_request": median(name, connections, "cpu_us"),
+            "p50_added_us": p50 - median(DIRECT, connections, "p50_us"),
+            "p50_added_by_hand_us": p50 - median(BY_HAND, connections, "p50_us"),
+            "chunks_per_s": streams(name, connections, 0),
+            "first_chunk_late_us": first - streams(DIRECT, connections, 1),
+            "first_chunk_late_by_hand_us": first - streams(BY_HAND, connections, 1),
         }
     ratios = {
         f"{what} over {peer} at {connections}": made["baton"][connections][what] / made[peer][connections][what]
@@ -298,7 +336,7 @@ def summary(figures: Figures, chunks: Streams) -> dict[str, Any]:
 
 def show(made: dict[str, Any]) -> None:
     """Two tables."""
-    columns = ("JSON/s", "p50 µs", "p99 µs", "CPU µs", "added µs", "chunks/s", "late µs")
+    columns = ("JSON/s", "p50 µs", "p99 µs", "CPU µs", "added µs", "by hand", "chunks/s", "late µs", "by hand")
     print(f"{'router':14}{'c':>4}" + "".join(f"{column:>10}" for column in columns))
     for name, by_connections in made["routers"].items():
         for connections, figures in by_connections.items():

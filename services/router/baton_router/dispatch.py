@@ -1,6 +1,6 @@
 """One request from the client's connection to its log line: read under limits, served, ended once.
 
-    key (401) -> quota (429) -> queue (503) -> body (413, 400) -> the road of each prompt -> answer -> finished
+    key (401) -> quota (429) -> body (413, 400) -> queue (503) -> the road of each prompt -> answer -> finished
 
 The request's deadline and the client's leaving end it anywhere, and close every leg.
 """
@@ -17,8 +17,8 @@ from baton_core.routing.pace import Pace
 from baton_core.routing.pair import Pair
 from baton_io.tracing import TRACEPARENT, TRACESTATE, Span, Tracing
 from baton_router.caller import AsgiCaller, Bounds, Caller, ClientGone, Receive, Refused, Scope, Send
-from baton_router.door import Admitted, Door
-from baton_router.exchange import Exchange, budget_ms, parse_fields, request_id
+from baton_router.door import Door
+from baton_router.exchange import Exchange, Fields, budget_ms, parse_fields, request_id
 from baton_router.facts import Needs, ask_of
 from baton_router.failures import CLIENT_GONE_STATUS, Failure, Rejection, own_failure, turned_away
 from baton_router.fanout import serve_parts
@@ -106,21 +106,21 @@ class Dispatch:
         try:
             body = await caller.whole_body(headers, self._limits.body_bytes_max, self._silence_ms)
             caller.watch(bounds.leave)
+            fields = parse_fields(body)
             trip.exchange.stage = "waiting in the router's queue"
             arrived_s = trip.loop.time()
-            await self._door.enter(guest)
+            await self._door.enter(guest, fields)
             if trip.span is not None:
                 trip.span.note("queue", arrived_s, trip.loop.time())
-            return await self._serve(trip, headers, body, guest)
+            return await self._serve(trip, headers, fields)
         finally:
             caller.unwatch()
             self._door.leave(guest)
 
-    async def _serve(self, trip: Trip, headers: dict[bytes, bytes], body: bytes, guest: Admitted) -> Failure | None:
+    async def _serve(self, trip: Trip, headers: dict[bytes, bytes], fields: Fields) -> Failure | None:
         overload = self._overload(trip.loop.time() * 1000)
         if overload is not None:
             return overload
-        fields = parse_fields(body)
         parts = split(trip.exchange.route, fields, trip.exchange.rid)
         if parts is not None:
             return await serve_parts(self._road, trip, parts, lambda part: ask_of(part, headers, self._needs))

@@ -1,7 +1,6 @@
 """The router's door: who may come in (keys), how much (quotas), when (a bounded, fair queue with priorities).
 
-Without a file of keys everyone is one guest without a quota. `x-baton-priority` asks for a place in the queue, at most
-the key's own; 0 is normal.
+Without a file of keys everyone is one guest without a quota.
 """
 
 import asyncio
@@ -14,19 +13,20 @@ from uuid import uuid4
 import msgspec
 import structlog
 
-from baton_core.limits import Millis
-from baton_core.routing.fairness import PRIORITIES, Entry, FairQueue, Meter, Quota, Ticket
+from baton_core.limits import PRIORITY_MOST, Millis
+from baton_core.routing.fairness import Entry, FairQueue, Meter, Quota, Ticket
 from baton_router.caller import Refused
+from baton_router.exchange import Fields
 from baton_router.failures import Rejection, turned_away
 from baton_router.keys import Holder, KeysError, find, parse_keys
+from baton_router.priority import asked_in_head, settle
 from baton_router.watched_file import contents
 
 if TYPE_CHECKING:
     from baton_router.shared_quotas import SharedQuotas  # needs the extra redis
 
 KEYS_INTERVAL_MS: Millis = 1_000
-PRIORITY_CHARS_MAX = 4
-EVERYONE = Holder(name="", digest="", quota=Quota(), priority_max=PRIORITIES.stop - 1)
+EVERYONE = Holder(name="", digest="", quota=Quota(), priority_max=PRIORITY_MOST)
 
 log = structlog.get_logger()
 
@@ -35,7 +35,7 @@ class Admitted(msgspec.Struct, kw_only=True, eq=False):
     """A request that was let in; it must `leave`."""
 
     holder: Holder
-    priority: int
+    asked: int | None  # the priority that its head asks for
     meter: Meter | None
     ticket: str | None = None  # of the quota that routers share
     is_running: bool = False
@@ -97,8 +97,7 @@ class Door:
                 raise _refused(Rejection.UNAUTHORIZED, "a valid API key is needed (authorization: Bearer …)")
             meter = self._meters[holder.name]
         assert holder is not None
-        priority = _priority(headers, holder)
-        guest = Admitted(holder=holder, priority=priority, meter=meter)
+        guest = Admitted(holder=holder, asked=asked_in_head(headers), meter=meter)
         if meter is not None:
             # Ours first: what one router has used is a part of what all have, and costs no question.
             wait_s = meter.enter(time.monotonic()) or await self._shared_wait(guest, meter)
@@ -127,9 +126,12 @@ class Door:
         """Requests in the queue."""
         return self._queue.waiting
 
-    async def enter(self, guest: Admitted) -> None:
-        """Wait for a turn. Raises Refused when the queue is full, or gives the place to another, or takes too long."""
-        entered = self._queue.enter(guest.holder.name, guest.priority)
+    async def enter(self, guest: Admitted, fields: Fields) -> None:
+        """Wait for a turn. Mutates `fields`: from now on they name the priority that is in force (see `priority`).
+
+        Raises Refused: 400; 503 when the queue is full, or gives the place to another, or takes too long."""
+        priority = settle(fields, guest.asked, guest.holder.priority_max)
+        entered = self._queue.enter(guest.holder.name, priority)
         if entered.entry is Entry.RUNS:
             guest.is_running = True
             return
@@ -180,13 +182,3 @@ class Door:
 
 def _refused(rejection: Rejection, text: str, retry_after_s: float = 0.0) -> Refused:
     return Refused(rejection, text, turned_away(rejection, text, retry_after_s=retry_after_s))
-
-
-def _priority(headers: Mapping[bytes, bytes], holder: Holder) -> int:
-    given = headers.get(b"x-baton-priority")
-    if given is None:
-        return 0
-    if len(given) > PRIORITY_CHARS_MAX or not given.removeprefix(b"-").isdigit() or int(given) not in PRIORITIES:
-        text = f"x-baton-priority must be a whole number from {PRIORITIES.start} to {PRIORITIES.stop - 1}"
-        raise Refused(Rejection.INVALID_REQUEST, text)
-    return min(int(given), holder.priority_max)

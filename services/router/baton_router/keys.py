@@ -4,7 +4,7 @@
     key = "sk-…"                   # or sha256 = "hex digest of the key"
     requests_per_s = 20            # optional, as are the next two
     concurrent_max = 64
-    priority_max = 10              # what its requests may ask for with x-baton-priority
+    priority_max = 10              # the most that counts of x-baton-priority, or of `priority` in a body
 
 A presented key is looked up by its SHA-256: what the time of that tells is about the digest, which nobody can choose.
 """
@@ -15,7 +15,8 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from baton_core.routing.fairness import PRIORITIES, Quota
+from baton_core.limits import PRIORITY_MOST
+from baton_core.routing.fairness import Quota
 
 DIGEST_CHARS = 64
 FIELDS = frozenset({"key", "sha256", "requests_per_s", "concurrent_max", "priority_max"})
@@ -71,10 +72,10 @@ def _holder(name: str, table: object) -> Holder:
         raise KeysError(f"keys.{name} needs either a key or its sha256, as a text")
     rate, concurrent = table.get("requests_per_s", 0), table.get("concurrent_max", 0)
     priority = table.get("priority_max", 0)
-    if not _is_number(rate) or not isinstance(concurrent, int) or not isinstance(priority, int):
+    if not _is_number(rate) or not _is_whole(concurrent) or not _is_whole(priority):
         raise KeysError(f"keys.{name}: requests_per_s, concurrent_max and priority_max must be numbers")
-    if priority not in PRIORITIES:
-        raise KeysError(f"keys.{name}: priority_max must be between {PRIORITIES.start} and {PRIORITIES.stop - 1}")
+    if abs(priority) > PRIORITY_MOST:
+        raise KeysError(f"keys.{name}: priority_max must be between {-PRIORITY_MOST} and {PRIORITY_MOST}")
     try:
         quota = Quota(requests_per_s=float(rate), concurrent_max=concurrent)
     except ValueError as error:
@@ -83,4 +84,8 @@ def _holder(name: str, table: object) -> Holder:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, float) or _is_whole(value)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -10,8 +10,6 @@ from enum import Enum
 
 BUSY_RETRY_S = 1.0
 """When to ask again where all places of a key are taken: nobody knows when one is given back."""
-PRIORITIES = range(-100, 101)
-"""Higher goes first; 0 is normal."""
 
 
 class Entry(Enum):
