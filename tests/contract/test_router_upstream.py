@@ -163,6 +163,10 @@ async def test_a_connection_that_nobody_uses_any_more_is_closed_though_its_worke
             "not HTTP|before an answer",
         ),
         ((OK + b"x: " + b"y" * 70_000 + b"\r\n\r\n",), "head is longer"),
+        ((OK + b"x: ", *[b"y" * 10_000] * 30), "head is longer"),
+        ((OK + b"name: value\r\n" * 10_000 + b"content-length: 2\r\n\r\nok",), "head is longer"),
+        ((OK + b"transfer-encoding: chunked\r\n\r\n2\r\nhe\r\n0\r\n", *[b"x: y\r\n" * 1_000] * 30), "trailers are"),
+        ((OK + b"transfer-encoding: chunked\r\n\r\n2;x=", *[b"y" * 10_000] * 30), "trailers are"),
     ],
 )
 async def test_an_answer_that_ends_early_or_makes_no_sense_is_a_loss_that_says_so(

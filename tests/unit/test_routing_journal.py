@@ -67,6 +67,7 @@ def test_an_error_in_words_passes_nothing_and_ends_the_journal_of_that_worker() 
     chunk = signed(THE, {"tokens": [1]}) + signed(event({"error": {"code": 500}}), 500, b"fail") + b"junk"
     assert one.take(chunk) == THE
     assert one.error == (500, b'{"error": {"code": 500}}')
+    assert one.rest() == b""
     one.resume()
     assert one.error is None
     assert one.take(signed(DOG, {"tokens": [2]})) == DOG

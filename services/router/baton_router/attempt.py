@@ -47,6 +47,16 @@ class Attempt:
 
     async def outcome(self) -> FirstBytes | Failure:
         """Decode's first bytes, or the failure that the client should see."""
+        if not self._decode.is_done:
+            self._news = self._loop.create_future()
+            await self._news
+        if not self._decode.went_well:
+            return await self._settled()
+        self._came()
+        return self._decode.result
+
+    async def _settled(self) -> FirstBytes | Failure:
+        """The outcome where a leg failed, or is still to be read before it is known whether it did."""
         pending: list[DecodeLeg | PrefillLeg] = [self._decode]
         if self._prefill is not None:
             pending.append(self._prefill)

@@ -164,8 +164,8 @@ def check_declared(headers: Mapping[bytes, bytes], bytes_max: int) -> None:
     declared = headers.get(b"content-length", b"0")
     if len(declared) > 18 or (declared.isdigit() and int(declared) > bytes_max):
         raise too_large(bytes_max)
-    encoding = headers.get(b"content-encoding", b"identity")
-    if encoding.lower() != b"identity":
+    encoding = headers.get(b"content-encoding")
+    if encoding is not None and encoding.lower() != b"identity":
         shown = encoding[:32].decode("ascii", "replace")
         raise Refused(
             Rejection.INVALID_REQUEST, f"the request body must not be compressed (content-encoding {shown!r})"

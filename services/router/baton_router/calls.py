@@ -19,7 +19,7 @@ from baton_router.journal import TOKEN_IDS_HEADER
 from baton_router.legs import Call
 from baton_router.merging import asks_for_scores
 from baton_router.trip import Trip
-from baton_router.upstream import Upstream, UpstreamError, read_all
+from baton_router.upstream import Upstream, UpstreamError, head_lines, read_all
 
 REGISTER_MS: Millis = 2_000
 REGISTER_ANSWER_BYTES_MAX = 64 * 1024
@@ -75,7 +75,7 @@ class Calls:
             path=exchange.route,
             prefill_body=decode_body if same else body_for_workers(fields, bootstrap, prefill_ranks, continuation),
             decode_body=decode_body,
-            headers=self._headers(trip, streams) if span is None else self._headers(trip, streams) | span.headers,
+            lines=head_lines(self._headers(trip, streams) | ({} if span is None else span.headers)),
             wants_scores=continuation is None and trip.scores is None and asks_for_scores(exchange.route, fields),
             continues=continuation is not None,
             streams=streams,
@@ -115,7 +115,8 @@ class Calls:
     def _headers(self, trip: Trip, streams: bool) -> dict[str, str]:
         settings, rid = self._settings, trip.exchange.rid
         left_ms: Millis = max(1, int((trip.deadline_s - trip.loop.time()) * 1000))
-        headers = JSON_HEADERS | {
+        headers = {
+            "content-type": "application/json",
             # A worker may still be burying the leg this one replaces, and would refuse the same id as a duplicate.
             "x-request-id": rid if trip.attempts == 1 else f"{rid}~{trip.attempts}",
             "x-baton-budget-ms": str(left_ms),

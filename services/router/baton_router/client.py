@@ -13,8 +13,8 @@ from types import TracebackType
 from urllib.parse import urlsplit
 
 from baton_core.limits import Millis
-from baton_router.connection import Connection, Reply, request_head
-from baton_router.upstream import UpstreamError, UpstreamLost, UpstreamRefused, read_within
+from baton_router.connection import Connection, Reply
+from baton_router.upstream import UpstreamError, UpstreamLost, UpstreamRefused, head_lines, read_within
 
 IDLE_CONNECTION_S = 4.0
 """Below the 5 s after which uvicorn closes an idle connection: a request is rarely sent into a closing one."""
@@ -25,7 +25,6 @@ HOST = re.compile(
     r"(?=.{1,253}\Z)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?|[0-9A-Fa-f]{0,4}:[0-9A-Fa-f:.]{1,44}(%[A-Za-z0-9._-]{1,32})?"
 )
 """A host name, as DNS has it, or an IP address."""
-NO_HEADERS: Mapping[str, str] = {}
 
 Connect = Callable[[], Awaitable[Connection]]
 
@@ -36,8 +35,8 @@ class _Origin:
 
     host: str
     port: int
-    authority: str
     is_secure: bool
+    lines: bytes  # of each head
     idle: dict[Connection, None] = field(default_factory=dict)
 
     def release(self, connection: Connection) -> None:
@@ -126,28 +125,32 @@ class HttpUpstream:
             origin.close_stale(now_s)
         self._sweeping = self._loop.call_later(IDLE_CONNECTION_S, self._sweep)
 
-    def call(self, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
+    def call(self, origin: str, path: str, body: bytes, lines: bytes) -> Reply:
         """See Upstream."""
-        return self._call("POST", url, body, headers)
+        return self._call(b"POST", origin, path, body, lines)
 
     async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
         """See Upstream."""
-        return await _begun(self._call("POST", url, body, headers))
+        return await _begun(self._call(b"POST", *_parted(url), body, head_lines(headers)))
 
     async def get(self, url: str, timeout_ms: Millis) -> tuple[int, bytes]:
         """See Upstream."""
-        call = _begun(self._call("GET", url, b"", NO_HEADERS))
+        call = _begun(self._call(b"GET", *_parted(url), b"", b""))
         return await read_within(timeout_ms, PROBE_BODY_BYTES_MAX, call)
 
-    def _call(self, method: str, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
-        cut = url.find("/", url.index("://") + 3)
-        base, target = (url, "/") if cut < 0 else (url[:cut], url[cut:])
+    def _call(self, method: bytes, base: str, target: str, body: bytes, lines: bytes) -> Reply:
         now_s = self._loop.time()
         try:
             origin = self._origins.get(base) or self._origin(base)
         except UpstreamError as error:
             return _failed(error, now_s)
-        head = request_head(method, target, origin.authority, len(body), headers)
+        head = b"%b %b HTTP/1.1\r\n%b%bcontent-length: %d\r\n\r\n" % (
+            method,
+            target.encode("utf-8"),
+            origin.lines,
+            lines,
+            len(body),
+        )
         connection = origin.take(now_s)
         if connection is None:
             return _Connecting(partial(self._connect, origin), head, body, now_s).reply
@@ -187,8 +190,15 @@ class HttpUpstream:
         origin = _Origin(
             host=parts.hostname or "",
             port=port,
-            authority=parts.netloc.rpartition("@")[2],
             is_secure=parts.scheme == "https",
+            # Nothing on this path wants another encoding: bytes are passed on as they come.
+            lines=head_lines(
+                {
+                    "host": parts.netloc.rpartition("@")[2],
+                    "accept-encoding": "identity",
+                    "user-agent": "baton-router",
+                }
+            ),
         )
         self._origins[base] = origin
         return origin
@@ -197,6 +207,12 @@ class HttpUpstream:
         if self._tls is None:
             self._tls = ssl.create_default_context()
         return self._tls
+
+
+def _parted(url: str) -> tuple[str, str]:
+    """Whom an address names, and what of theirs."""
+    cut = url.find("/", url.index("://") + 3)
+    return (url, "/") if cut < 0 else (url[:cut], url[cut:])
 
 
 async def _begun(reply: Reply) -> Reply:

@@ -8,7 +8,7 @@ A reply that is cancelled before its end closes the connection: that is how a wo
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import httptools
@@ -17,7 +17,8 @@ from baton_router.upstream import UpstreamError, UpstreamLost
 
 BUFFERED_BYTES_MAX = 1 << 20
 """A reply that its reader has left unread so far; above it the worker is made to wait."""
-HEAD_BYTES_MAX = 64 * 1024
+UNREAD_BYTES_MAX = 64 * 1024
+"""Of a head, of a chunk's extensions, of trailers, beside what one read brings."""
 JOINED_BYTES_MAX = 64 * 1024
 """Bodies up to this are copied behind their head, so that both leave in one packet."""
 
@@ -30,10 +31,14 @@ class Connection(asyncio.Protocol):
     def __init__(self, release: Release, forget: Release) -> None:
         self._release = release  # it may serve the next call
         self._forget = forget  # it is closed
+        self._pieces: list[bytes] = []  # of a body, since the packet began
+        # httptools' call for each of them, and there is one to a token: the list's own method, no function of ours.
+        self.on_body = self._pieces.append
         self._parser: Any = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._reply: Reply | None = None
-        self._head_bytes = 0
+        self._fields: list[tuple[bytes, bytes]] = []  # of the head that comes
+        self._unread_bytes = 0  # received since anything that came was complete
         self._fault = ""
         self._loop = asyncio.get_running_loop()
         self.idle_since_s = 0.0
@@ -50,10 +55,15 @@ class Connection(asyncio.Protocol):
         if reply is None:
             return self.close()  # nobody asked
         reply.heard_s = self._loop.time()
+        self._unread_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._fault = self._fault or f"the answer is not HTTP ({error})"
+        if self._pieces:
+            self._hand_over(reply)
+        if self._unread_bytes > UNREAD_BYTES_MAX:
+            self._fault = self._fault or _too_long("trailers are" if reply.has_begun else "head is")
         if self._fault:
             self._lose(self._fault)
         else:
@@ -76,26 +86,17 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header of the answer."""
-        assert self._reply is not None
-        self._head_bytes += len(name) + len(value)
-        if self._head_bytes > HEAD_BYTES_MAX:
-            self._fault = f"the answer's head is longer than {HEAD_BYTES_MAX} bytes"
-        else:
-            self._reply.fields.append((name, value))
+        self._fields.append((name, value))
 
     def on_headers_complete(self) -> None:
         """The head is complete; one of a 1xx status announces another."""
         reply, status = self._reply, self._parser.get_status_code()
         assert reply is not None
-        if status < 200:
-            reply.fields.clear()
-        elif not self._fault:
-            reply.begun(status)
-
-    def on_body(self, data: bytes) -> None:
-        """Some of the body."""
-        if self._reply is not None and self._reply.extended(data) and self._transport is not None:
-            self._transport.pause_reading()
+        if self._unread_bytes > UNREAD_BYTES_MAX < sum(len(name) + len(value) for name, value in self._fields):
+            self._fault = _too_long("head is")  # though it came at once
+        elif status >= 200:
+            reply.begun(status, self._fields)
+        self._fields, self._unread_bytes = [], 0
 
     def on_message_complete(self) -> None:
         """The body is complete: the connection is free, whether or not its reader has taken everything."""
@@ -104,6 +105,8 @@ class Connection(asyncio.Protocol):
             return
         self._reply = None
         self.idle_since_s = reply.heard_s
+        if self._pieces:
+            self._hand_over(reply)
         reply.finished()
         transport = self._transport
         if transport is None:
@@ -126,7 +129,7 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None and self._reply is None
         self._reply = reply
         reply.way = self
-        self._head_bytes = 0
+        self._unread_bytes = 0
         if len(body) <= JOINED_BYTES_MAX:
             self._transport.write(head + body)
         else:
@@ -152,11 +155,24 @@ class Connection(asyncio.Protocol):
     async def closed(self) -> None:
         """It was, at once."""
 
+    def _hand_over(self, reply: "Reply") -> None:
+        """What the packet brought of the body, as one piece."""
+        pieces = self._pieces
+        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        pieces.clear()
+        self._unread_bytes = 0
+        if reply.extended(data) and self._transport is not None:
+            self._transport.pause_reading()
+
     def _lose(self, text: str) -> None:
         reply, self._reply = self._reply, None
         if reply is not None:
             reply.lost(text)
         self.close()
+
+
+def _too_long(what: str) -> str:
+    return f"the answer's {what} longer than {UNREAD_BYTES_MAX} bytes"
 
 
 class Way(Protocol):
@@ -178,19 +194,20 @@ class Way(Protocol):
 class Reply:
     """`Calling`, filled by its connection."""
 
+    status = 0
+    fields: Sequence[tuple[bytes, bytes]] = ()  # of the head, as they came
+    on_news: Callable[[], None] | None = None
+    _headers: dict[str, str] | None = None
+    _held_bytes = 0
+    _is_held_back = False
+    _is_complete = False
+    _error: UpstreamError | None = None
+    _waiter: asyncio.Future[None] | None = None
+
     def __init__(self, way: Way, now_s: float) -> None:
-        self.status = 0
-        self.fields: list[tuple[bytes, bytes]] = []  # of the head, as they came
         self.heard_s = now_s  # when the worker last sent something, or the call began
         self.way = way
-        self.on_news: Callable[[], None] | None = None
-        self._headers: dict[str, str] | None = None
         self._chunks: list[bytes] = []
-        self._held_bytes = 0
-        self._is_held_back = False
-        self._is_complete = False
-        self._error: UpstreamError | None = None
-        self._waiter: asyncio.Future[None] | None = None
 
     @property
     def has_begun(self) -> bool:
@@ -271,9 +288,9 @@ class Reply:
 
     # -- the connection's calls
 
-    def begun(self, status: int) -> None:
+    def begun(self, status: int, fields: Sequence[tuple[bytes, bytes]]) -> None:
         """The head is complete. Of this, and what follows, `tell` tells."""
-        self.status = status
+        self.status, self.fields = status, fields
 
     def extended(self, data: bytes) -> bool:
         """More of the body; whether the worker should wait until it was read."""
@@ -302,14 +319,3 @@ class Reply:
             self.on_news()
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-
-def request_head(method: str, target: str, host: str, body_bytes: int, headers: Mapping[str, str]) -> bytes:
-    """The head of a request. Nothing on this path wants another encoding: bytes are passed on as they come."""
-    lines = [
-        f"{method} {target} HTTP/1.1\r\nhost: {host}\r\naccept-encoding: identity\r\nuser-agent: baton-router\r\n"
-        f"content-length: {body_bytes}\r\n"
-    ]
-    lines += [f"{name}: {value}\r\n" for name, value in headers.items()]
-    lines.append("\r\n")
-    return "".join(lines).encode("utf-8")

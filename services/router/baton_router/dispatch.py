@@ -7,6 +7,7 @@ The request's deadline and the client's leaving end it anywhere, and close every
 
 import asyncio
 import logging
+from collections.abc import Awaitable
 from contextlib import suppress
 
 import structlog
@@ -112,20 +113,18 @@ class Dispatch:
             await self._door.enter(guest, fields)
             if trip.span is not None:
                 trip.span.note("queue", arrived_s, trip.loop.time())
-            return await self._serve(trip, headers, fields)
+            return self._overload(trip.loop.time() * 1000) or await self._served(trip, headers, fields)
         finally:
             caller.unwatch()
             self._door.leave(guest)
 
-    async def _serve(self, trip: Trip, headers: dict[bytes, bytes], fields: Fields) -> Failure | None:
-        overload = self._overload(trip.loop.time() * 1000)
-        if overload is not None:
-            return overload
+    def _served(self, trip: Trip, headers: dict[bytes, bytes], fields: Fields) -> Awaitable[Failure | None]:
+        """The request's road, or those of its parts. Raises Refused."""
         parts = split(trip.exchange.route, fields, trip.exchange.rid)
         if parts is not None:
-            return await serve_parts(self._road, trip, parts, lambda part: ask_of(part, headers, self._needs))
+            return serve_parts(self._road, trip, parts, lambda part: ask_of(part, headers, self._needs))
         trip.ask = ask_of(fields, headers, self._needs)
-        return await self._road.serve(trip, fields)
+        return self._road.serve(trip, fields)
 
     def _overload(self, now_ms: float) -> Failure | None:
         """The refusal of a request that would wait too long, before it costs any worker anything."""

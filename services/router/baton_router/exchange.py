@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Awaitable, Iterator, Mapping
 
 import msgspec
 
@@ -19,18 +19,21 @@ EVENT_TAIL_BYTES_MAX = 1 << 20
 PASSED_HEADERS = ("content-type", "content-length", "content-encoding", "cache-control", "retry-after")
 """What of a worker's head the client gets; the rest belongs to the hop."""
 _PASSED = tuple((name, name.encode("ascii")) for name in PASSED_HEADERS)
-ROUTER_FIELDS = (
-    "bootstrap_host",
-    "bootstrap_port",
-    "bootstrap_room",
-    "bootstrap_instance",
-    "routed_dp_rank",
-    "data_parallel_rank",  # SGLang's old name of routed_dp_rank
-    "disagg_prefill_dp_rank",
-    "baton_continuation",
+ROUTER_FIELDS = frozenset(
+    {
+        "bootstrap_host",
+        "bootstrap_port",
+        "bootstrap_room",
+        "bootstrap_instance",
+        "routed_dp_rank",
+        "data_parallel_rank",  # SGLang's old name of routed_dp_rank
+        "disagg_prefill_dp_rank",
+        "baton_continuation",
+    }
 )
 """Fields that only the router may set: what a client says there is dropped."""
 
+IDS_AT_ONCE = 256
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 Fields = dict[str, msgspec.Raw]
@@ -50,8 +53,8 @@ def body_for_workers(
 ) -> bytes:
     """The body that a leg gets: the client's fields, the router's own in place of any a client may have sent."""
     sent: dict[str, object] = dict(fields)
-    for name in ROUTER_FIELDS:
-        sent.pop(name, None)
+    if not ROUTER_FIELDS.isdisjoint(sent):
+        sent = {name: value for name, value in fields.items() if name not in ROUTER_FIELDS}
     if bootstrap is not None:
         sent["bootstrap_host"] = bootstrap.host
         sent["bootstrap_port"] = bootstrap.port
@@ -70,7 +73,17 @@ def body_for_workers(
 def request_id(headers: Mapping[bytes, bytes]) -> str:
     """The client's `x-request-id`, or a new one where there is none that can be passed on and logged."""
     given = headers.get(b"x-request-id", b"")
-    return given.decode("ascii") if _REQUEST_ID.fullmatch(given) else os.urandom(16).hex()
+    return given.decode("ascii") if _REQUEST_ID.fullmatch(given) else next(_new_ids)
+
+
+def _ids() -> Iterator[str]:
+    """New request ids, each from 16 bytes of the system's randomness: asked for many at once, they cost no call each."""
+    while True:
+        drawn = os.urandom(16 * IDS_AT_ONCE).hex()
+        yield from (drawn[at : at + 32] for at in range(0, len(drawn), 32))
+
+
+_new_ids = _ids()
 
 
 def budget_ms(headers: Mapping[bytes, bytes], limit_ms: Millis) -> Millis:
@@ -134,16 +147,16 @@ class Exchange:
         headers = [(name, given[word].encode("latin-1")) for word, name in _PASSED if word in given]
         await self._begin(answer.status, headers)
 
-    async def pass_on(self, chunk: bytes) -> None:
-        """Send bytes of a worker's body."""
+    def pass_on(self, chunk: bytes) -> Awaitable[None]:
+        """Send bytes of a worker's body. What is returned is to be awaited at once."""
         if self.is_event_stream:
             chunk = self._tail.complete(chunk)
             self.has_all = chunk.endswith(END_MARK)
-        await self._client.write(chunk)
+        return self._client.write(chunk)
 
-    async def end(self, last: bytes = b"") -> None:
-        """The worker's body ended well, with these last bytes."""
-        await self._client.end(self._tail.rest() + last)
+    def end(self, last: bytes = b"") -> Awaitable[None]:
+        """The worker's body ended well, with these last bytes. What is returned is to be awaited at once."""
+        return self._client.end(self._tail.rest() + last)
 
     async def fail(self, failure: Failure) -> None:
         """End with a failure: as an answer of its own, or as one event of a stream that had begun.

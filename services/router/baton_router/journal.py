@@ -25,8 +25,8 @@ HELD_BYTES_MAX = 64 << 20
 MARK = b"\nbaton-"
 END = b"\n\n"
 PART, LAST, FAIL = b"part", b"last", b"fail"
-KIND = slice(len(MARK), len(MARK) + 4)
-VALUE = len(MARK) + len(b"part: ")
+KIND, VALUE = slice(0, 4), slice(6, None)
+"""Of what stands behind the mark: `part: {…}`."""
 
 
 class Journal:
@@ -55,31 +55,31 @@ class Journal:
         """The events that may pass now, without their records. Raises UpstreamLost when one never ends."""
         held = self._held + chunk if self._held else chunk
         passed: list[bytes] = []
-        at = 0
-        while self.error is None and (mark := held.find(MARK, at)) >= 0:
-            end = held.find(END, mark + 1)
-            if end < 0:
+        records = self._records
+        events, *pieces = held.split(MARK)  # each piece: a record, and the events behind it
+        for number, piece in enumerate(pieces):
+            record, end, following = piece.partition(END)
+            if not end:
+                events = MARK.join((events, *pieces[number:]))
                 break
-            self._note(held[mark:end], held[at:mark])
-            if mark > at and self.error is None:
-                passed += (held[at:mark], END)
-            at = end + len(END)
-        self._held = held[at:] if at else held
-        if len(self._held) > HELD_BYTES_MAX:
+            kind = record[KIND]
+            if kind == FAIL:
+                self.error = int(record[VALUE]), events.rpartition(b"data: ")[2]
+                events = b""
+                break
+            if records:
+                records += b","
+            records += record[VALUE]
+            self.is_complete = kind == LAST
+            if events:
+                passed += (events, END)
+            events = following
+        self._held = events
+        if len(events) > HELD_BYTES_MAX:
             raise UpstreamLost(f"an event is longer than {HELD_BYTES_MAX} bytes")
-        return passed[0] + END if len(passed) == 2 else b"".join(passed)
+        return b"".join(passed)
 
     def rest(self) -> bytes:
         """At the end of a good answer: what came without a record."""
         held, self._held = self._held, b""
         return held
-
-    def _note(self, record: bytes, events: bytes) -> None:
-        kind, value = record[KIND], record[VALUE:]
-        if kind == FAIL:
-            self.error = int(value), events.rpartition(b"data: ")[2]
-            return
-        if self._records:
-            self._records += b","
-        self._records += value
-        self.is_complete = kind == LAST

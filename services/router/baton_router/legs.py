@@ -2,7 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -42,7 +42,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     prefill_body: bytes
     decode_body: bytes
-    headers: Mapping[str, str]
+    lines: bytes  # of both heads
     wants_scores: bool = False
     continues: bool = False
     streams: bool = False
@@ -62,6 +62,13 @@ class Leg(ABC, Generic[T]):
     look cannot settle (an error's words, an error within a stream, the prompt's logprobs) is read by one.
     """
 
+    is_done = False  # `result` is known
+    _value: Any = None
+    _reading: "asyncio.Task[T | Failure] | None" = None
+    _ended = False
+    _ends_when_done = False
+    _timer: asyncio.TimerHandle | None = None
+
     def __init__(
         self,
         target: Target,
@@ -75,16 +82,10 @@ class Leg(ABC, Generic[T]):
         self.target = target
         self.worker = target.worker
         self._call = call
-        self.is_done = False  # `result` is known
-        self._value: Any = None
-        self._reading: asyncio.Task[T | Failure] | None = None
         self._on_result = on_result
         self._directory = directory
-        self._ended = False
-        self._ends_when_done = False
-        self._timer: asyncio.TimerHandle | None = None
         directory.began(target, self)
-        self._answer = upstream.call(target.worker.url + call.path, body, call.headers)
+        self._answer = upstream.call(target.worker.url, call.path, body, call.lines)
         self._answer.on_news = self._news
 
     @property

@@ -67,7 +67,10 @@ class Road:
         pair = self._choose(trip, ())
         avoid: tuple[str, ...] = ()
         while isinstance(pair, Pair):
-            failure = await self._attempt(trip, fields, pair)
+            if trip.span is None:
+                failure = await self._attempt(trip, fields, pair, None)
+            else:
+                failure = await self._traced(trip, fields, pair, trip.span)
             if failure is None:
                 return None
             stands = self._stands(trip, failure)
@@ -144,21 +147,20 @@ class Road:
 
     # -- one pair
 
-    async def _attempt(self, trip: Trip, fields: Fields, pair: Pair) -> Failure | None:
-        """One pair, one room, one span. On return nothing of a failed attempt is left open."""
-        if trip.span is None:
-            return await self._try(trip, fields, pair, None)
-        span = trip.span.child("attempt", {"baton.decode": pair.decode.key})
+    async def _traced(self, trip: Trip, fields: Fields, pair: Pair, whole: Span) -> Failure | None:
+        """An attempt with a span of its own in that of the whole request."""
+        span = whole.child("attempt", {"baton.decode": pair.decode.key})
         failure: Failure | None = None
         try:
-            failure = await self._try(trip, fields, pair, span)
+            failure = await self._attempt(trip, fields, pair, span)
         finally:
             prefill = {} if pair.prefill is None else {"baton.prefill": pair.prefill.key}
             told = {"baton.room": str(trip.room)} | prefill  # a text: rooms do not fit the numbers of JSON
             span.end(told, failure=None if failure is None else failure.text)
         return failure
 
-    async def _try(self, trip: Trip, fields: Fields, pair: Pair, span: Span | None) -> Failure | None:
+    async def _attempt(self, trip: Trip, fields: Fields, pair: Pair, span: Span | None) -> Failure | None:
+        """One pair, one room. On return nothing of a failed attempt is left open. `span`: of this attempt."""
         call = self._calls.prepare(trip, fields, pair, span)
         if self._calls.registers(pair):
             unregistered = await self._calls.register(trip.room, pair)

@@ -1,7 +1,8 @@
 """What one prompt's road has come to know: for its next attempt, its log line and its deadline."""
 
 import asyncio
-from dataclasses import dataclass
+
+import msgspec
 
 from baton_core.routing.pair import Pair
 from baton_core.routing.policies import Ask
@@ -13,8 +14,7 @@ from baton_router.merging import Scores
 NO_FACTS = Ask()
 
 
-@dataclass(slots=True, kw_only=True)
-class Trip:
+class Trip(msgspec.Struct, kw_only=True, eq=False):
     """One prompt, from its first pair to its last."""
 
     exchange: Exchange

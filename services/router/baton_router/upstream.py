@@ -84,8 +84,8 @@ class Calling(Answer, Protocol):
 class Upstream(Protocol):
     """The way to the workers."""
 
-    def call(self, url: str, body: bytes, headers: Mapping[str, str]) -> Calling:
-        """Begin to POST, and return at once. Where it fails, the call says so."""
+    def call(self, origin: str, path: str, body: bytes, lines: bytes) -> Calling:
+        """Begin to POST, and return at once. Where it fails, the call says so. `lines`: see `head_lines`."""
         ...
 
     async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Answer:
@@ -95,6 +95,11 @@ class Upstream(Protocol):
     async def get(self, url: str, timeout_ms: Millis) -> tuple[int, bytes]:
         """Status and whole body of a small GET. Raises UpstreamError, also when time is up."""
         ...
+
+
+def head_lines(headers: Mapping[str, str]) -> bytes:
+    """Headers as they stand in a request's head: both legs of an attempt send the same, made once."""
+    return "".join([f"{name}: {value}\r\n" for name, value in headers.items()]).encode("utf-8")
 
 
 async def read_all(answer: Answer, bytes_max: int) -> bytes:

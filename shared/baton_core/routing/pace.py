@@ -65,8 +65,10 @@ class Pace:
 
     def _advance(self, now_ms: float) -> None:
         """Time passes; it counts only while somebody waits."""
-        passed_ms = max(0.0, now_ms - self._at_ms)
-        self._at_ms += passed_ms
+        passed_ms = now_ms - self._at_ms
+        if passed_ms <= 0:
+            return
+        self._at_ms = now_ms
         if self.waiting:
             kept: float = 0.5 ** (passed_ms / HALF_LIFE_MS)
             self._busy_ms = self._busy_ms * kept + passed_ms
