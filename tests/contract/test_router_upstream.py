@@ -9,7 +9,7 @@ import uvloop
 
 from baton_router import client as client_module
 from baton_router.client import HttpUpstream
-from baton_router.upstream import UpstreamError, UpstreamLost, UpstreamRefused, read_all
+from baton_router.upstream import UpstreamError, UpstreamLost, UpstreamRefused, head_lines, read_all
 from ports import free_port
 
 
@@ -114,6 +114,24 @@ async def test_an_answer_without_a_body_ends_with_its_head(status: bytes) -> Non
         assert await post(url, upstream) == b""
         assert await post(url, upstream) == b""
         assert len(made) == 1
+
+
+async def test_a_worker_may_live_below_a_path_of_its_address() -> None:
+    seen: list[bytes] = []
+
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            seen.append((await read_request(reader))[0])
+            writer.write(OK + b"content-length: 2\r\n\r\nok")
+
+    async with worker(handler) as (url, upstream, _):
+        for origin in (url, url + "/", url + "/models/a", url + "/models/a/"):
+            call = upstream.call(origin, "/generate", b"{}", head_lines({"x-one": "1"}))
+            await call.begin()
+            assert await read_all(call, LIMIT) == b"ok"
+        paths = [head.split(b" ")[1] for head in seen]
+        assert paths == [b"/generate", b"/generate", b"/models/a/generate", b"/models/a/generate"]
+        assert all(b"\r\nx-one: 1\r\n" in head for head in seen)
 
 
 async def test_header_names_are_found_in_lower_case() -> None:

@@ -36,6 +36,7 @@ class _Origin:
     host: str
     port: int
     is_secure: bool
+    path: str  # before that of each call
     lines: bytes  # of each head
     idle: dict[Connection, None] = field(default_factory=dict)
 
@@ -146,7 +147,7 @@ class HttpUpstream:
             return _failed(error, now_s)
         head = b"%b %b HTTP/1.1\r\n%b%bcontent-length: %d\r\n\r\n" % (
             method,
-            target.encode("utf-8"),
+            (origin.path + target).encode("utf-8"),
             origin.lines,
             lines,
             len(body),
@@ -191,6 +192,7 @@ class HttpUpstream:
             host=parts.hostname or "",
             port=port,
             is_secure=parts.scheme == "https",
+            path=parts.path.rstrip("/"),
             # Nothing on this path wants another encoding: bytes are passed on as they come.
             lines=head_lines(
                 {
@@ -210,7 +212,7 @@ class HttpUpstream:
 
 
 def _parted(url: str) -> tuple[str, str]:
-    """Whom an address names, and what of theirs."""
+    """Whom an address names, and what of theirs: all paths there share their connections."""
     cut = url.find("/", url.index("://") + 3)
     return (url, "/") if cut < 0 else (url[:cut], url[cut:])
 

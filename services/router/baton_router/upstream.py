@@ -85,7 +85,9 @@ class Upstream(Protocol):
     """The way to the workers."""
 
     def call(self, origin: str, path: str, body: bytes, lines: bytes) -> Calling:
-        """Begin to POST, and return at once. Where it fails, the call says so. `lines`: see `head_lines`."""
+        """Begin to POST, and return at once. Where it fails, the call says so.
+
+        `origin`: a worker's address, with a path of its own or without; `lines`: see `head_lines`."""
         ...
 
     async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Answer:
