@@ -20,7 +20,7 @@ key = "sk-plain"
 key = "sk-batch"
 priority_max = -5
 """
-ROUTES = {
+ROUTES: dict[str, dict[str, Any]] = {
     "/generate": {"text": "x"},
     "/v1/completions": {"prompt": "x"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
