@@ -4,8 +4,9 @@ Core 0 runs the workers and the client, core 1 the router under test (where ther
 measured in turns, and only ratios within one run count. The peers come from virtual environments of their own
 (`--sglang`, `--vllm`); one that is not there is left out.
 
-    worker  asyncio protocol on httptools: answers every path at once with 505 bytes of JSON, or with 32 events, each
-            with its record where the router asks for them, as a decode worker of ours would
+    worker  asyncio protocol on httptools: answers every path at once with 505 bytes of JSON, or with events, each with
+            its record where the router asks for them, as a worker of ours would: decode with 32, prefill with the one
+            that a prefill worker has (`--prefill-events 32`: as many as decode, as this bench had it before)
     client  asyncio protocols: each connection sends its next request when its answer is complete
     direct  the same client without a router, which sends one leg, to decode
     by hand the same, but sends both legs itself on two connections, and waits for both: what a router adds to that is
@@ -25,6 +26,7 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +68,10 @@ class Figure:
 
 
 class Worker(asyncio.Protocol):
-    """Answers at once."""
+    """Answers at once; a stream has that many events, and its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, events: int) -> None:
+        self.events = events
         self.parser: Any = httptools.HttpRequestParser(self)
         self.body = b""
         self.tells = False
@@ -96,7 +99,7 @@ class Worker(asyncio.Protocol):
             self.transport.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n")
             self.transport.write(b"x-baton-token-ids: 0\r\n" if is_told else b"")
             self.transport.write(b"transfer-encoding: chunked\r\n\r\n")
-            events = [EVENT[:-1] + RECORD if is_told else EVENT] * CHUNKS
+            events = [EVENT[:-1] + RECORD if is_told else EVENT] * self.events
             for one in (*events, b"data: [DONE]\n" + (LAST_RECORD if is_told else b"\n")):
                 self.transport.write(b"%x\r\n%b\r\n" % (len(one), one))
             self.transport.write(b"0\r\n\r\n")
@@ -275,10 +278,12 @@ Figures = dict[tuple[str, int], list[Figure]]
 Streams = dict[tuple[str, int], list[tuple[float, float]]]
 
 
-async def compare(sglang: Path, vllm: Path, seconds: float, rounds: int) -> tuple[Figures, Streams]:
+async def compare(
+    sglang: Path, vllm: Path, seconds: float, rounds: int, prefill_events: int
+) -> tuple[Figures, Streams]:
     """Figures, and of streams events a second and the first event, by router and connections; routers take turns."""
     loop, figures, chunks = asyncio.get_running_loop(), Figures(), Streams()
-    workers = [await loop.create_server(Worker, "127.0.0.1", 0) for _ in range(2)]
+    workers = [await loop.create_server(partial(Worker, events), "127.0.0.1", 0) for events in (prefill_events, CHUNKS)]
     prefill, decode = (worker.sockets[0].getsockname()[1] for worker in workers)
     routers = routers_of(prefill, decode, sglang, vllm)
     running = {name: start(router.command, (os.cpu_count() or 1) - 1) for name, router in routers.items()}
@@ -355,11 +360,13 @@ def main() -> None:
         )
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prefill-events", type=int, default=1, help="of a stream of prefill's [default 1]")
     parser.add_argument("--json", type=Path, help="write figures and ratios there; -: print them instead of the tables")
     options = parser.parse_args()
     if hasattr(os, "sched_setaffinity") and (os.cpu_count() or 1) > 1:
         os.sched_setaffinity(0, {0})
-    made = summary(*uvloop.run(compare(options.sglang, options.vllm, options.seconds, options.rounds)))
+    measured = compare(options.sglang, options.vllm, options.seconds, options.rounds, options.prefill_events)
+    made = summary(*uvloop.run(measured))
     if str(options.json) == "-":
         print(json.dumps(made, indent=1))
         return
