@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from baton_core.limits import Limits
+from baton_router.exchange import IDS_AT_ONCE, request_id
 from contract.fake_workers import (
     TOKENS,
     Client,
@@ -135,6 +136,12 @@ async def test_the_clients_request_id_goes_to_both_legs_and_comes_back() -> None
             assert "authorization" not in worker.received[0].headers
         async with w.client.post(headers={"x-request-id": "x" * 500}) as response:
             assert len(response.headers["x-request-id"]) == 32
+
+
+def test_a_new_request_id_is_never_given_twice() -> None:
+    ids = {request_id({}) for _ in range(3 * IDS_AT_ONCE)}
+    assert len(ids) == 3 * IDS_AT_ONCE
+    assert {len(one) for one in ids} == {32}
 
 
 # -- a leg that fails
