@@ -68,6 +68,11 @@ class Compute:
             self.busy_since_ms = self._clock() if self._outstanding else None
         return done
 
+    def excuse(self, overslept_ms: int) -> None:
+        """The whole process stood still for so long: the work in hand could not get on."""
+        if self.busy_since_ms is not None and overslept_ms > 0:
+            self.busy_since_ms += overslept_ms
+
     def close(self, timeout_s: float) -> None:
         """Let the thread end after the running step."""
         self._work.put(_END)

@@ -118,7 +118,10 @@ class ShmGroup:
                 raise CollectiveLost(self._lost(index, f"(process {slot[1]}) is gone"))
             seen = int(slot[0])
             if seen < wanted:
+                asleep = time.monotonic()
                 _futex(slot, _FUTEX_WAIT, seen, _LOOK_S)
+                # Who oversleeps stood still (a frozen container), and most likely those that it waits for did, too.
+                began += max(0.0, time.monotonic() - asleep - _LOOK_S)
         with self._barrier:
             return
 

@@ -155,8 +155,12 @@ class _Loop(ABC):
         for socket in (self._app, *self._sockets(), *self._links.sockets):
             poller.register(socket, zmq.POLLIN)
         timeout_ms = None if due is None else max(0, due - now_ms())
-        if timeout_ms != 0:
+        if timeout_ms is None:
+            poller.poll()
+        elif timeout_ms > 0:
+            asleep = now_ms()
             poller.poll(timeout_ms)
+            self._compute.excuse(now_ms() - asleep - timeout_ms)
         return self._poker.drain()
 
     def _next_due(self) -> Millis | None:

@@ -52,6 +52,10 @@ class Progress:
             self._turns = turns
             self._at = self._clock()
 
+    def excuse(self, overslept_ms: Millis) -> None:
+        """Whoever watches the rank stood still itself for so long: that is not held against the rank."""
+        self._at = min(self._at + max(0, overslept_ms), self._clock())
+
 
 class Supervisor:
     """One rank process. `progress` is told what the rank said over the ipc."""
@@ -69,6 +73,7 @@ class Supervisor:
         self._command = tuple(command)
         self._rank = rank
         self._limits = limits
+        self._clock = clock
         self._ping = ping
         self._process: Process | None = None
         self.progress = Progress(limits.loop_stall_ms, clock)
@@ -138,7 +143,10 @@ class Supervisor:
             return f"was not ready within {self._limits.start_ms} ms (start_ms)"
         longest = self._limits.loop_stall_ms
         while (age := self.progress.age_ms) < longest:
-            await asyncio.sleep(min(longest - age, longest // PINGS_A_STALL + 1) / 1000)
+            asleep, pause_ms = self._clock(), min(longest - age, longest // PINGS_A_STALL + 1)
+            await asyncio.sleep(pause_ms / 1000)
+            # A frozen container stands still as a whole: when it thaws, the rank has done nothing wrong.
+            self.progress.excuse(self._clock() - asleep - pause_ms)
             if self.progress.age_ms >= longest // PINGS_A_STALL:
                 self._ping()
         return f"made no progress for {longest} ms (loop_stall_ms)"

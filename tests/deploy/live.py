@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -46,10 +47,11 @@ class Images:
     frontend: str
     engine: str
     prometheus: str
+    redis: str
 
 
 def build_images() -> Images:
-    """All three, built as CI would: from this tree, with the host's network and its index settings."""
+    """All of them, built as CI would: from this tree, with the host's network and its index settings."""
     indexes = [
         part
         for key, value in os.environ.items()
@@ -60,6 +62,7 @@ def build_images() -> Images:
         "frontend": ("deploy/docker/frontend.Dockerfile", *indexes),
         "engine": ("deploy/docker/engine.Dockerfile", "--build-arg", f"TORCH={TORCH}", *indexes),
         "prometheus": ("tests/deploy/prometheus.Dockerfile",),
+        "redis": ("tests/deploy/redis.Dockerfile",),
     }
     tags = {name: f"baton/{name}:0.1.0-test" for name in recipes}
     for name, (file, *arguments) in recipes.items():
@@ -97,6 +100,7 @@ class Stack:
             "BATON_FRONTEND_IMAGE": self.images.frontend,
             "BATON_ENGINE_IMAGE": self.images.engine,
             "BATON_PROMETHEUS_IMAGE": self.images.prometheus,
+            "BATON_REDIS_IMAGE": self.images.redis,
             "BATON_DECODE_URLS": "http://decode:8200,http://decode-2:8200",
             "BATON_PUBLISH": f"127.0.0.1:{ROUTER_PORT}",
             "BATON_PROMETHEUS_PUBLISH": f"127.0.0.1:{PROMETHEUS_PORT}",
@@ -106,22 +110,42 @@ class Stack:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def container(self, service: str) -> str:
-        """Its name."""
-        return f"{PROJECT}-{service}-1"
+    def up(self, *argv: str) -> None:
+        """Start what is not there, or not as it should be, and wait until all are healthy."""
+        self.compose("up", "--detach", "--wait", "--no-build", "--wait-timeout", str(HEALTHY_S), *argv)
 
-    def inside(self, service: str, path: str, *, method: str = "GET") -> str:
+    def container(self, service: str, replica: int = 1) -> str:
+        """Its name."""
+        return f"{PROJECT}-{service}-{replica}"
+
+    def inside(self, service: str, path: str, *, method: str = "GET", replica: int = 1) -> str:
         """The body that a service answers to itself; the KV network is closed to everybody else."""
         code = (
             "import urllib.request as u;"
             f"print(u.urlopen(u.Request('http://127.0.0.1:{PORTS[service]}{path}', method='{method}')).read().decode())"
         )
-        return docker("exec", self.container(service), "python", "-c", code)
+        return docker("exec", self.container(service, replica), "python", "-c", code)
 
-    def router(self) -> dict[str, dict[str, object]]:
+    def router(self) -> dict[str, dict[str, Any]]:
         """What the router says about its workers, by host name."""
         info = json.load(urllib.request.urlopen(f"{self.url}/server_info", timeout=10))
         return {str(one["url"]).split("//")[1].split(":")[0]: one for one in info["workers"]}
+
+    def scraped(self) -> dict[str, str]:
+        """The health of each target of Prometheus, by URL."""
+        found = json.load(urllib.request.urlopen(f"{self.prometheus_url}/api/v1/targets", timeout=10))
+        return {one["scrapeUrl"]: one["health"] for one in found["data"]["activeTargets"]}
+
+    def finished(self) -> dict[str, dict[str, Any]]:
+        """What the router has logged about each request that is over, by its id."""
+        lines = docker("logs", self.container("router")).splitlines()
+        logged = [json.loads(line) for line in lines if "router.finished" in line]
+        return {one["rid"]: one for one in logged}
+
+    def gauges(self, service: str) -> dict[str, Any]:
+        """What a worker's scheduler counts now."""
+        found: dict[str, Any] = json.loads(self.inside(service, "/debug/snapshot"))["snapshot"]["gauges"]
+        return found
 
     def is_serving(self, service: str) -> bool:
         """Whether the router would use this worker now."""
@@ -133,7 +157,7 @@ class Stack:
 def running(stack: Stack) -> Iterator[Stack]:
     """Up until healthy; taken down afterwards, volumes included, unless BATON_TEST_KEEP=1 leaves it to the next run."""
     try:
-        stack.compose("up", "--detach", "--wait", "--no-build", "--wait-timeout", str(HEALTHY_S))
+        stack.up()
         yield stack
     finally:
         if os.environ.get("BATON_TEST_KEEP") != "1":

@@ -7,7 +7,6 @@ import asyncio
 import json
 import re
 import subprocess
-import urllib.request
 
 import httpx
 
@@ -35,11 +34,11 @@ def series(text: str) -> set[str]:
 
 
 def test_prometheus_finds_every_process(stack: Stack) -> None:
-    def up() -> dict[str, str]:
-        found = json.load(urllib.request.urlopen(f"{stack.prometheus_url}/api/v1/targets", timeout=10))
-        return {one["scrapeUrl"]: one["health"] for one in found["data"]["activeTargets"]}
+    def all_up() -> bool:
+        health = stack.scraped()
+        return set(health.values()) == {"up"} and len(health) == len(PORTS)
 
-    eventually(lambda: set(up().values()) == {"up"} and len(up()) == len(PORTS), "all targets are up", SCRAPED_S)
+    eventually(all_up, "all targets are up", SCRAPED_S)
 
 
 def test_every_panel_and_every_recording_rule_has_data_after_a_mixed_load(stack: Stack) -> None:

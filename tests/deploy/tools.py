@@ -45,6 +45,15 @@ def promtool() -> str:
 
 
 @cache
+def chromium() -> str:
+    """Debian's browser."""
+    found = shutil.which("chromium")
+    if found is None:
+        pytest.skip("chromium is missing: apt-get install chromium")
+    return found
+
+
+@cache
 def kubernetes_schemas() -> Path:
     """A folder for PYTHONPATH that has `kubernetes_validate`."""
     folder = TOOLS / "kubernetes-validate"

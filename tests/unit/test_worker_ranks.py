@@ -379,3 +379,20 @@ def test_a_stalled_rank_is_named() -> None:
     assert not progress.lively
     progress.turned(1)
     assert not progress.lively, "the same number of turns is no progress"
+
+
+def test_while_its_watcher_stood_still_no_time_passes_for_a_rank() -> None:
+    """A container that is frozen stands still as a whole."""
+    now = [0]
+    progress = Progress(Limits().loop_stall_ms, lambda: now[0])
+    progress.ready()
+    now[0] = 60_000
+    assert not progress.lively
+    progress.excuse(55_000)
+    assert progress.lively and progress.age_ms == 5_000
+    progress.turned(1)
+    progress.excuse(3_000)
+    assert progress.age_ms == 0, "it cannot have been seen in the future"
+    now[0] += 15_000
+    progress.excuse(-1)
+    assert not progress.lively
