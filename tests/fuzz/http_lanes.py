@@ -16,6 +16,9 @@ from fuzz.wire import Caller, Reply, Wrong
 
 WAITING_REASONS = {"waiting_full", "draining"}
 """Why a worker may turn somebody away: its queue is really full."""
+PAUSED = {"prefill", "decode"}
+"""Ports at which generation may be paused."""
+GO_ON_EVERY_S = 1.0
 
 
 class HttpLane(Lane):
@@ -30,15 +33,15 @@ class HttpLane(Lane):
         self._callers: asyncio.Queue[Caller] = asyncio.Queue()
         for _ in range(self.at_once):
             self._callers.put_nowait(Caller("127.0.0.1", stand.port(name)))
+        self._going_on: asyncio.Task[None] | None = None
         self.statuses: dict[int, int] = {}
 
     async def throw(self, dice: Random, number: int) -> None:
         case = http_case(self._says, dice)
         caller = await self._callers.get()
         try:
+            self._begin_going_on()
             reply = await (caller.whole(case) if case.whole else caller.broken(case))
-            if case.target.startswith("/pause"):  # it may have been understood
-                await caller.whole(HttpCase(raw=request("POST", "/continue_generation", b""), whole=True))
         finally:
             self._callers.put_nowait(caller)
         if reply is not None:
@@ -64,8 +67,26 @@ class HttpLane(Lane):
                 if removed.status_code != 200:
                     raise Wrong(f"{stranger!r} was added and cannot be removed: {removed.text}")
 
+    def _begin_going_on(self) -> None:
+        if self._says in PAUSED and self._going_on is None:
+            self._going_on = asyncio.create_task(self._go_on())
+
+    async def _go_on(self) -> None:
+        """A case may pause the worker, several times in one packet of which nobody awaits the end: no pause lasts long."""
+        async with Caller("127.0.0.1", self._stand.port(self.name)) as caller:
+            while True:
+                await caller.whole(HttpCase(raw=request("POST", "/continue_generation", b""), whole=True))
+                await asyncio.sleep(GO_ON_EVERY_S)
+
     async def rest(self) -> None:
         """Close every connection that is kept, so that what is open afterwards is a leak."""
+        if self._going_on is not None:
+            over, _ = await asyncio.wait([self._going_on], timeout=2 * GO_ON_EVERY_S)  # whatever was said is understood
+            self._going_on.cancel()
+            await asyncio.wait([self._going_on])
+            for ended in over:
+                ended.result()  # which it does by raising alone
+            self._going_on = None
         for _ in range(self._callers.qsize()):
             caller = self._callers.get_nowait()
             await caller.__aexit__(None, None, None)

@@ -39,6 +39,7 @@ async def fire(lane: Lane, seed: int, first: int, cases: int) -> str | None:
     try:
         await drive(lane, seed, first, cases, checks=max(2, cases // CHECK_EVERY), progress=progress)
     except Failed as failed:
+        print(failed, flush=True)
         return str(failed)
     return None
 
@@ -75,8 +76,6 @@ def main() -> int:
     if live:
         with tempfile.TemporaryDirectory() as directory, standing(Path(directory)) as stand:
             wrong += asyncio.run(_live(stand, live, args, cases))
-    for text in filter(None, wrong):
-        print(text)
     print(f"{cases * len(ports):,} cases, seed {args.seed}, {time.monotonic() - began_s:.0f} s")
     return 1 if any(wrong) else 0
 

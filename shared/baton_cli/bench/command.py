@@ -39,7 +39,7 @@ def bench(arguments: argparse.Namespace, environ: Mapping[str, str], screen: Scr
             return route(route_bench(arguments), screen, interrupt)
         return compare(_compare(arguments), environ, screen, interrupt)
     except Interrupted:
-        screen.line("Interrupted: nothing was recorded, and what was started is stopped.")
+        screen.line("Interrupted: what was not done by then is not recorded, and what was started is stopped.")
         return EXIT_INTERRUPTED
 
 
