@@ -39,6 +39,7 @@ async def test_the_page_shows_workers_and_the_last_failure() -> None:
             assert response.status == 200 and response.content_type == "text/html"
             assert "default-src 'none'" in response.headers["content-security-policy"]
         assert all(worker.url in text for worker in (*w.prefill, *w.decode)) and "serving" in text
+        assert "&amp;#" not in text, "escaped twice"
         assert "None since this router started" in text and "http-equiv" in text and "<script" not in text
 
 

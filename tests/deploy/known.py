@@ -18,7 +18,7 @@ import httpx
 
 from deploy.tools import ROOT
 
-TOKENS = 80
+TOKENS = 48
 MARGIN = 5e-3
 CANDIDATES = 8
 KNOWN_MIN = 4

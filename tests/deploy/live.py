@@ -26,6 +26,14 @@ PORTS = {"router": 8000, "bootstrap": 8990, "prefill": 8100, "decode": 8200, "de
 HEALTHY_S = 400
 TORCH = os.environ.get("BATON_TORCH", "torch==2.13.0+cpu")
 
+FLOAT32_ON_CORES = (
+    ("BATON_DTYPE", "float32"),
+    ("BATON_PREFILL_CORES", "1"),
+    ("BATON_DECODE_CORES", "0"),
+    ("BATON_DECODE_2_CORES", "1"),
+)
+"""Exact, and quick on any CPU; decode workers that share cores would stand still at each other's barriers."""
+
 needs_docker = [
     pytest.mark.slow,
     pytest.mark.skipif(os.environ.get("BATON_TEST_DOCKER") != "1", reason="needs Docker; say BATON_TEST_DOCKER=1"),
@@ -89,7 +97,7 @@ class Stack:
 
     images: Images
     files: tuple[str, ...] = FILES
-    more: tuple[tuple[str, str], ...] = ()  # environment for Compose
+    more: tuple[tuple[str, str], ...] = FLOAT32_ON_CORES  # environment for Compose
 
     url = f"http://127.0.0.1:{ROUTER_PORT}"
     prometheus_url = f"http://127.0.0.1:{PROMETHEUS_PORT}"

@@ -5,7 +5,6 @@ that each answer is held against every token of the one that was given while not
 """
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,13 +21,6 @@ pytestmark = needs_docker
 
 VICTIM, OTHER = "decode", "decode-2"
 KV = f"{PROJECT}_kv"
-FLOAT32_ON_CORES = (
-    ("BATON_DTYPE", "float32"),
-    ("BATON_PREFILL_CORES", "1"),
-    ("BATON_DECODE_CORES", "0"),
-    ("BATON_DECODE_2_CORES", "1"),
-)
-"""Decode workers that share cores would stand still at each other's barriers."""
 CLIENTS = 6
 AWAY_REQUESTS = 6
 """So many are asked and answered while one is away."""
@@ -90,7 +82,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """The stack in float32, its engine, and what is asked of it."""
+    """The stack, its engine, and what is asked of it."""
 
     stack: Stack
     engine: Engine
@@ -98,19 +90,17 @@ class Field:
 
 
 @pytest.fixture(scope="module")
-def exact(stack: Stack) -> Iterator[Field]:
-    """The stack all tests share, in float32 while these run."""
-    changed = dataclasses.replace(stack, more=FLOAT32_ON_CORES)
-    changed.up()
-    yield Field(changed, Engine(changed), asyncio.run(learn(changed.url)))
-    stack.up()
+def known(stack: Stack) -> list[Known]:
+    """What is asked, and what must be answered."""
+    return asyncio.run(learn(stack.url))
 
 
 @pytest.fixture
-def ground(exact: Field) -> Iterator[Field]:
+def ground(stack: Stack, known: list[Known]) -> Iterator[Field]:
     """Whole before and after."""
-    yield exact
-    exact.engine.heal()
+    field = Field(stack, Engine(stack), known)
+    yield field
+    field.engine.heal()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,7 +64,9 @@ def browse(*options: str) -> str:
 
 
 def test_a_browser_shows_who_serves_and_fits_it_on_a_screen(page: str, tmp_path: Path) -> None:
-    shown = unescape(browse("--dump-dom", page))
+    document = browse("--dump-dom", page)
+    assert "&amp;#" not in document, "escaped twice"
+    shown = unescape(document)
     for words in ("serving", "http://prefill:8100", "http://decode:8200", "http://decode-2:8200", "2 of 2 ready"):
         assert words in shown
     picture = Path(os.environ.get("BATON_TEST_SCREENSHOT", tmp_path / "page.png"))

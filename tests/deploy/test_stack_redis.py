@@ -70,14 +70,15 @@ def replicas(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     changed = dataclasses.replace(
         stack,
         files=(*stack.files, "-f", "deploy/compose/redis.yaml"),
-        more=(("BATON_REGISTRY_TOKEN", str(path)),),
+        more=(*stack.more, ("BATON_REGISTRY_TOKEN", str(path))),
     )
+    # All anew, the router too: one that has served counts as ill while it is without prefill, and that ends the waiting.
     try:
-        changed.up("--scale", "bootstrap=2")
+        changed.up("--force-recreate", "--scale", "bootstrap=2")
         yield Replicas(changed, token)
     finally:
         changed.compose("rm", "--force", "--stop", "redis")
-        stack.up()
+        stack.up("--force-recreate")
         docker("volume", "rm", f"{PROJECT}_redis-data")
 
 

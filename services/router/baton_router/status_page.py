@@ -67,7 +67,7 @@ def render(status: Status) -> str:
         *_workers(status, "prefill"),
         *_workers(status, "decode"),
         *_failures(status.failures),
-        f'<p class="soft">Registry: {escape(status.registry or "each prefill worker&#39;s own")}. Policies: '
+        f'<p class="soft">Registry: {escape(status.registry or "each prefill worker's own")}. Policies: '
         f"{escape(status.policies[0])} for prefill, {escape(status.policies[1])} for decode. More figures: /metrics on "
         "the router&#39;s own port; drain, add and remove workers: /workers here.</p>",
     ]
