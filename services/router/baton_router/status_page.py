@@ -13,6 +13,7 @@ from typing import Any
 from baton_router.recent import FailureNote, Rates
 
 REFRESH_S = 5
+EACH_ITS_OWN = "each prefill worker's own"
 STYLE = """
 :root{color-scheme:light dark;--ink:#1c2330;--soft:#667085;--line:#d9dee7;--card:#fff;--page:#f4f6f9;
 --good:#17803d;--warn:#b25e09;--bad:#c0262d}
@@ -67,7 +68,7 @@ def render(status: Status) -> str:
         *_workers(status, "prefill"),
         *_workers(status, "decode"),
         *_failures(status.failures),
-        f'<p class="soft">Registry: {escape(status.registry or "each prefill worker's own")}. Policies: '
+        f'<p class="soft">Registry: {escape(status.registry or EACH_ITS_OWN)}. Policies: '
         f"{escape(status.policies[0])} for prefill, {escape(status.policies[1])} for decode. More figures: /metrics on "
         "the router&#39;s own port; drain, add and remove workers: /workers here.</p>",
     ]
