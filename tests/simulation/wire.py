@@ -185,8 +185,7 @@ class Exchange:
     def _begun(self, status: int, headers: Mapping[str, str]) -> None:
         if not self.is_closed:
             self._heard()
-            self.reply.fields += [(name.encode(), value.encode()) for name, value in headers.items()]
-            self.reply.begun(status)
+            self.reply.begun(status, [(name.encode(), value.encode()) for name, value in headers.items()])
             self.reply.tell()
 
     def _extended(self, chunk: bytes) -> None:
@@ -229,9 +228,10 @@ class SimulatedUpstream:
     def __init__(self, wire: Wire, process: Process, watch: Callable[[str, Ask, Exchange | None], None]) -> None:
         self._wire, self._process, self._watch = wire, process, watch
 
-    def call(self, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
+    def call(self, origin: str, path: str, body: bytes, lines: bytes) -> Reply:
         """See Upstream."""
-        return self._call("POST", url, body, headers)
+        pairs = (line.split(": ", 1) for line in lines.decode().splitlines())
+        return self._call("POST", origin + path, body, dict(pairs))
 
     async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Reply:
         """See Upstream."""
