@@ -4,7 +4,7 @@ A process is started again from its `ProcessSpec` alone, so a spec holds everyth
 a second time at restart.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -163,11 +163,11 @@ def ranks_of(role: str, options: UpOptions, host: Host) -> int:
     return ranks
 
 
-def default_dtype(options: UpOptions, host: Host) -> str:
+def default_dtype(settings: Iterable[RoleSetting], env: Mapping[str, str], *, multiplies_bfloat16: bool) -> str:
     """What weights and cache are of where the user does not say: float32 on a CPU that would only imitate bfloat16."""
-    said = {setting.value for setting in options.settings if setting.key == "device"}
-    said |= {host.env.get(f"BATON_{name}DEVICE", "cpu") for name in ("", "PREFILL_", "DECODE_")}
-    return DEFAULT_DTYPE if host.multiplies_bfloat16 or said - {"cpu"} else "float32"
+    said = {setting.value for setting in settings if setting.key == "device"}
+    said |= {env.get(f"BATON_{name}DEVICE", "cpu") for name in ("", "PREFILL_", "DECODE_")}
+    return DEFAULT_DTYPE if multiplies_bfloat16 or said - {"cpu"} else "float32"
 
 
 def _prefill(
@@ -189,9 +189,10 @@ def _decode(
 
 def _worker_flags(options: UpOptions, host: Host, role: str, registry: str, cores: str | None) -> dict[str, str]:
     flags = {"registry": registry}
+    dtype = default_dtype(options.settings, host.env, multiplies_bfloat16=host.multiplies_bfloat16)
     for key, said, default in (
         ("model", options.model, DEFAULT_MODEL),
-        ("dtype", options.dtype, default_dtype(options, host)),
+        ("dtype", options.dtype, dtype),
         ("transfer", options.transfer, DEFAULT_TRANSFER),
     ):
         # A default of ours must not beat what the user's environment or file says.

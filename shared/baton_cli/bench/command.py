@@ -16,7 +16,7 @@ from baton_cli.bench.serve import Serve, serve
 from baton_cli.bench.stats import parse_bounds
 from baton_cli.errors import Interrupted, UsageError
 from baton_cli.interrupt import Interrupt
-from baton_cli.layout import RoleSetting, parse_setting
+from baton_cli.layout import DEFAULT_DTYPE, RoleSetting, default_dtype, parse_setting
 from baton_cli.processor import multiplies_bfloat16_here
 from baton_cli.show import Screen
 
@@ -76,10 +76,9 @@ def _dtype(arguments: argparse.Namespace) -> str:
     """As `baton up` would choose; peers that compute in bfloat16 alone are met in it."""
     if arguments.dtype is not None:
         return str(arguments.dtype)
-    elsewhere = any(setting.key == "device" and setting.value != "cpu" for setting in _settings(arguments))
-    if elsewhere or getattr(arguments, "peer", "transformers") != "transformers" or multiplies_bfloat16_here():
-        return "bfloat16"
-    return "float32"
+    if getattr(arguments, "peer", "transformers") != "transformers":
+        return DEFAULT_DTYPE
+    return default_dtype(_settings(arguments), {}, multiplies_bfloat16=multiplies_bfloat16_here())
 
 
 def _handoff(arguments: argparse.Namespace) -> HandoffBench:
