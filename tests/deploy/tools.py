@@ -38,18 +38,19 @@ def compose() -> str:
 @cache
 def promtool() -> str:
     """Debian's promtool."""
-    found = shutil.which("promtool")
-    if found is None:
-        pytest.skip("promtool is missing: apt-get install prometheus")
-    return found
+    return _installed("promtool", "prometheus")
 
 
 @cache
 def chromium() -> str:
     """Debian's browser."""
-    found = shutil.which("chromium")
+    return _installed("chromium", "chromium")
+
+
+def _installed(name: str, package: str) -> str:
+    found = shutil.which(name)
     if found is None:
-        pytest.skip("chromium is missing: apt-get install chromium")
+        pytest.skip(f"{name} is missing: apt-get install {package}")
     return found
 
 

@@ -92,8 +92,8 @@ class Connection(asyncio.Protocol):
         """The head is complete; one of a 1xx status announces another."""
         reply, status = self._reply, self._parser.get_status_code()
         assert reply is not None
-        if self._unread_bytes > UNREAD_BYTES_MAX < sum(len(name) + len(value) for name, value in self._fields):
-            self._fault = _too_long("head is")  # though it came at once
+        if self._unread_bytes > UNREAD_BYTES_MAX and _fields_bytes(self._fields) > UNREAD_BYTES_MAX:
+            self._fault = _too_long("head is")  # though it came at once, perhaps with a body behind it
         elif status >= 200:
             reply.begun(status, self._fields)
         self._fields, self._unread_bytes = [], 0
@@ -169,6 +169,10 @@ class Connection(asyncio.Protocol):
         if reply is not None:
             reply.lost(text)
         self.close()
+
+
+def _fields_bytes(fields: Sequence[tuple[bytes, bytes]]) -> int:
+    return sum(len(name) + len(value) for name, value in fields)
 
 
 def _too_long(what: str) -> str:
