@@ -9,6 +9,7 @@ import zmq
 from baton_core.errors import EngineError
 from baton_core.limits import Millis
 from baton_core.rounds import Conductor
+from baton_io.seats import Seats, open_router
 
 NUMBER_DIGITS_MAX = 18
 _WANT, _OVER, _BEGIN, _HERE, _READY = b"w", b"o", b"b", b"h", b"r"
@@ -52,28 +53,30 @@ class ConductorRounds:
     """Unit 0's leader: it conducts, and takes part itself."""
 
     def __init__(self, address: str, units: int) -> None:
-        self._units = units
         self._conductor = Conductor(units)
         self._begun: deque[int] = deque()
-        self._names = {b"%d" % unit: unit for unit in range(1, units)}
+        self._seats = Seats(range(1, units))
         self.bad_frames = 0
         self._context = zmq.Context(io_threads=1)
-        self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket = open_router(self._context)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(address)
 
     def gather(self, timeout_ms: Millis) -> None:
         """Wait until every other unit's leader has said that it is here."""
-        here: set[int] = set()
         until_s = time.monotonic() + timeout_ms / 1000
-        while len(here) < self._units - 1:
-            if not self.socket.poll(max(0, round(1000 * (until_s - time.monotonic())))):
-                missing = [str(unit) for unit in range(1, self._units) if unit not in here]
-                raise EngineError(f"the leader of unit {', '.join(missing)} did not come within {timeout_ms} ms")
-            said = self._understood(self.socket.recv_multipart())
-            if said is not None and said[1] == _HERE:
-                here.add(said[0])
+        while missing := self._seats.missing:
+            left_ms = round(1000 * (until_s - time.monotonic()))
+            if left_ms <= 0 or not self.socket.poll(left_ms):
+                text = ", ".join(str(unit) for unit in missing)
+                raise EngineError(f"the leader of unit {text} did not come within {timeout_ms} ms")
+            match self.socket.recv_multipart():
+                case [name, kind, number] if (
+                    kind == _HERE and _is_number(number) and self._seats.take(name, int(number))
+                ):
+                    pass
+                case _:
+                    self.bad_frames += 1
         self._tell(_READY, 0)
 
     def want(self) -> None:
@@ -108,15 +111,15 @@ class ConductorRounds:
         self._context.term()
 
     def _understood(self, parts: list[bytes]) -> tuple[int, bytes, int] | None:
-        """Unit, kind and number of a message; None, and counted, where it is not one of the other leaders'.
+        """Unit, kind and number of a message; None, and counted, where it is not of one of the other leaders.
 
         Raises EngineError where one of them cannot be understood.
         """
-        unit = self._names.get(parts[0])
+        unit = self._seats.of(parts[0])
         if unit is None:
             self.bad_frames += 1
             return None
-        if len(parts) != 3 or not (parts[2].isdigit() and len(parts[2]) <= NUMBER_DIGITS_MAX):
+        if len(parts) != 3 or not _is_number(parts[2]):
             raise EngineError(f"the leader of unit {unit} sent what cannot be read, in {len(parts)} parts")
         return unit, parts[1], int(parts[2])
 
@@ -126,9 +129,9 @@ class ConductorRounds:
             self._tell(_BEGIN, number)
 
     def _tell(self, kind: bytes, number: int) -> None:
-        for unit in range(1, self._units):
+        for unit, name in self._seats.names.items():
             try:
-                self.socket.send_multipart([b"%d" % unit, kind, b"%d" % number], zmq.NOBLOCK)
+                self.socket.send_multipart([name, kind, b"%d" % number], zmq.NOBLOCK)
             except zmq.ZMQError as error:
                 raise EngineError(f"the leader of unit {unit} is gone: {error}") from error
 
@@ -139,15 +142,15 @@ class UnitRounds:
     bad_frames = 0  # nobody but the conductor can say anything to it
 
     def __init__(self, address: str, unit: int) -> None:
+        self._unit = unit
         self._context = zmq.Context(io_threads=1)
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.IDENTITY, b"%d" % unit)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(address)
 
     def gather(self, timeout_ms: Millis) -> None:
         """Say that this unit is here, and wait for the conductor."""
-        self._say(_HERE)
+        self._say(_HERE, self._unit)
         if not self.socket.poll(timeout_ms):
             raise EngineError(f"unit 0's leader did not gather the units within {timeout_ms} ms")
         self.socket.recv_multipart()
@@ -178,3 +181,7 @@ class UnitRounds:
 
     def _say(self, kind: bytes, number: int = 0) -> None:
         self.socket.send_multipart([kind, b"%d" % number], zmq.NOBLOCK)
+
+
+def _is_number(text: bytes) -> bool:
+    return text.isdigit() and len(text) <= NUMBER_DIGITS_MAX

@@ -5,8 +5,8 @@
             ◄── Welcome, Entry …, Farewell                              every position of the log, in order
 
 Both ends are ours and on one host or one private network; frames are msgpack, checked by their codec, never pickle. What
-comes under another name than a member's is counted and dropped: ports are scanned. A member that cannot be understood, or
-does not read, is another matter: the unit cannot go on without it.
+comes over another connection than a member's is counted and dropped: ports are scanned. A member that cannot be understood,
+does not read, or whose connection broke, is another matter: the unit cannot go on without it.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ from baton_core.request import Incarnation
 from baton_core.unit_log import Done, Idled, LogEntry, Report
 from baton_io.codec import Codec, FrameError
 from baton_io.links import PAYLOADS
+from baton_io.seats import Seats, open_router
 
 HIGH_WATER_MARK = 65_536
 FRAME_BYTES_MAX = 256 * 1024 * 1024
@@ -108,13 +109,11 @@ class LeaderChannel:
         """Bind. Raises EngineError when the address cannot be had."""
         self._members = members
         self._position = 0
-        self._joined: set[Member] = set()
-        self._names = {_identity(member): member for member in range(1, members)}
+        self._seats = Seats(range(1, members))
         self.bad_frames = 0
         """Frames of strangers."""
         self._context = zmq.Context(io_threads=1)
-        self.socket = _socket(self._context, zmq.ROUTER)
-        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket = _bounded(open_router(self._context))
         try:
             self.socket.bind(address)
         except zmq.ZMQError as error:
@@ -124,13 +123,13 @@ class LeaderChannel:
     def gather(self, timeout_ms: Millis) -> None:
         """Wait until every other member has joined. Raises EngineError naming who has not."""
         until_s = time.monotonic() + timeout_ms / 1000
-        while len(self._joined) < self._members - 1:
-            if not self.socket.poll(max(0, round(1000 * (until_s - time.monotonic())))):
-                missing = [str(one) for one in range(1, self._members) if one not in self._joined]
-                raise EngineError(f"member {', '.join(missing)} of this unit did not come within {timeout_ms} ms")
-            for note in self._receive():
-                if isinstance(note, Join):
-                    self._joined.add(note.member)
+        while missing := self._seats.missing:
+            left_ms = round(1000 * (until_s - time.monotonic()))
+            if left_ms <= 0 or not self.socket.poll(left_ms):
+                text = ", ".join(str(member) for member in missing)
+                raise EngineError(f"member {text} of this unit did not come within {timeout_ms} ms")
+            sender, *parts = self.socket.recv_multipart()
+            self._seat(sender, parts)
         self._broadcast(_LOG.encode(Welcome(members=self._members)))
 
     def send(self, entry: LogEntry) -> None:
@@ -141,27 +140,19 @@ class LeaderChannel:
     def farewell(self) -> None:
         """The log is complete; whoever is still there may leave. Never raises."""
         frame = _LOG.encode(Farewell(position=self._position))
-        for member in range(1, self._members):
+        for name in self._seats.names.values():
             with contextlib.suppress(zmq.ZMQError):
-                self.socket.send_multipart([_identity(member), frame], zmq.NOBLOCK)
+                self.socket.send_multipart([name, frame], zmq.NOBLOCK)
 
     def receive(self) -> list[Note]:
-        """Every note that has come in."""
-        return [note for note in self._receive() if not isinstance(note, Join)]
-
-    def close(self) -> None:
-        """Close; what was not sent is dropped after a moment."""
-        self.socket.close(linger=200)
-        self._context.term()
-
-    def _receive(self) -> list[Note | Join]:
-        notes: list[Note | Join] = []
+        """Every note that has come in. Raises EngineError where a member's cannot be read."""
+        notes: list[Note] = []
         while True:
             try:
                 sender, *parts = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return notes
-            member = self._names.get(sender)
+            member = self._seats.of(sender)
             if member is None:
                 self.bad_frames += 1
                 continue
@@ -169,10 +160,24 @@ class LeaderChannel:
                 raise EngineError(f"member {member} of this unit sent a note of {len(parts)} parts")
             notes.append(_decoded(_NOTES, parts[0]))
 
+    def close(self) -> None:
+        """Close; what was not sent is dropped after a moment."""
+        self.socket.close(linger=200)
+        self._context.term()
+
+    def _seat(self, sender: bytes, parts: list[bytes]) -> None:
+        """Who says first that it is a member is that member; anything else is a stranger's."""
+        try:
+            note = _NOTES.decode(parts[0]) if len(parts) == 1 else None
+        except FrameError:
+            note = None
+        if not (isinstance(note, Join) and self._seats.take(sender, note.member)):
+            self.bad_frames += 1
+
     def _broadcast(self, frame: bytes) -> None:
-        for member in range(1, self._members):
+        for member, name in self._seats.names.items():
             try:
-                self.socket.send_multipart([_identity(member), frame], zmq.NOBLOCK)
+                self.socket.send_multipart([name, frame], zmq.NOBLOCK)
             except zmq.ZMQError as error:  # Again: its queue is full; EHOSTUNREACH: it is gone
                 raise EngineError(f"member {member} of this unit does not take the log: {error}") from error
 
@@ -185,8 +190,7 @@ class MemberChannel:
         self.over = False
         """Whether the leader has said farewell."""
         self._context = zmq.Context(io_threads=1)
-        self.socket = _socket(self._context, zmq.DEALER)
-        self.socket.setsockopt(zmq.IDENTITY, _identity(member))
+        self.socket = _bounded(self._context.socket(zmq.DEALER))
         self.socket.connect(address)
 
     def gather(self, timeout_ms: Millis) -> None:
@@ -265,12 +269,7 @@ def _decoded(codec: Codec, frame: bytes) -> Any:
         raise EngineError(f"a sibling sent what this rank cannot read: {error}") from error
 
 
-def _identity(member: Member) -> bytes:
-    return b"member %d" % member
-
-
-def _socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int) -> "zmq.Socket[bytes]":
-    socket: zmq.Socket[bytes] = context.socket(kind)
+def _bounded(socket: "zmq.Socket[bytes]") -> "zmq.Socket[bytes]":
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES_MAX)

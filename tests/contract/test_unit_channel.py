@@ -1,5 +1,6 @@
 """The unit's log over real sockets: every entry arrives in order, as it was, and so does every note."""
 
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,8 @@ from baton_core.plan import SequenceResult, StepResult
 from baton_core.request import Request, Sampling, TokenLogprob
 from baton_core.unit_log import Done, Idled, LogEntry, Report
 from baton_io.rounds_channel import ConductorRounds, UnitRounds
-from baton_io.unit_channel import LeaderChannel, MemberChannel, Nudge
+from baton_io.unit_channel import _NOTES, Join, LeaderChannel, MemberChannel, Nudge
+from fuzz.lanes import resident_bytes
 
 GATHER_MS = 10_000
 GONE = Verdict(reason=Reason.CLIENT_GONE, text="the client left")
@@ -143,6 +145,60 @@ def test_what_strangers_say_to_the_log_is_counted_and_no_note(tmp_path: Path) ->
         stranger.send_multipart(message)
     while leader.bad_frames < len(messages):
         assert leader.receive() == []
+    member.note(Idled(member=1))
+    assert received(leader.socket, leader.receive, 1) == [Idled(member=1)]
+    context.destroy(linger=0)
+    leader.close()
+    member.close()
+
+
+def test_a_stranger_who_is_there_first_takes_no_seat_by_what_is_no_join_and_none_twice(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/log"
+    leader = LeaderChannel(address, 3)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.connect(address)
+    messages = (
+        [b""],
+        [b"a", b"b"],
+        [_NOTES.encode(Idled(member=1))],
+        *([_NOTES.encode(Join(member=n))] for n in (0, 3, -1)),
+    )
+    for message in messages:
+        stranger.send_multipart(message)
+    members = [MemberChannel(address, member) for member in (1, 2)]
+    joining = [threading.Thread(target=member.gather, args=(GATHER_MS,)) for member in members]
+    for thread in joining:
+        thread.start()
+    leader.gather(GATHER_MS)
+    for thread in joining:
+        thread.join()
+    stranger.send_multipart([_NOTES.encode(Join(member=1))])
+    while leader.bad_frames <= len(messages):
+        assert leader.receive() == []
+    leader.send(ENTRY)
+    for member in members:
+        assert received(member.socket, lambda member=member: list(member.receive()), 1) == [ENTRY]
+    context.destroy(linger=0)
+    for end in (*members, leader):
+        end.close()
+
+
+def test_a_stranger_who_takes_every_name_a_member_could_have_is_forgotten_with_its_connection(tmp_path: Path) -> None:
+    leader, member = gathered(tmp_path)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    before = resident_bytes(os.getpid())
+    for _ in range(100):
+        stranger = context.socket(zmq.DEALER)
+        stranger.setsockopt(zmq.IDENTITY, b"member 1")
+        stranger.connect(f"ipc://{tmp_path}/log")
+        heard = leader.bad_frames
+        stranger.send(bytes(1024 * 1024))
+        while leader.bad_frames == heard:
+            assert leader.socket.poll(GATHER_MS), "what it says is kept, and nobody reads it"
+            assert leader.receive() == []
+        stranger.close(linger=0)
+    assert resident_bytes(os.getpid()) - before < 50 * 1024 * 1024
     member.note(Idled(member=1))
     assert received(leader.socket, leader.receive, 1) == [Idled(member=1)]
     context.destroy(linger=0)

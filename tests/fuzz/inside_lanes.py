@@ -41,6 +41,8 @@ from ports import free_port
 
 ORDERED, ROW = (5, 3, 9), 2
 GATHER_MS = 10_000
+NAMES = (b"", b"member 1", b"member 2", b"1", b"\x01", b"\x00\x00\x00\x00\x01")
+"""What a stranger calls itself at a ROUTER: nothing, or what a sibling might be called."""
 SHARE = 50
 """Cases between two looks at what the members of a unit hear of each other."""
 
@@ -187,9 +189,7 @@ class LogLane(InsideLane):
             self._stranger.send_multipart(message)
         if dice.random() < 0.02:
             self._stranger.close(linger=200)
-            self._stranger = _stranger(
-                self._context, self._address, dice.choice((b"", b"member 1", b"member 2", b"\x01"))
-            )
+            self._stranger = _stranger(self._context, self._address, dice.choice(NAMES))
         if number % SHARE == 0:
             await self._speak()
 
@@ -228,6 +228,7 @@ class RoundsLane(InsideLane):
         self._conductor.gather(GATHER_MS)
         joining.join()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._address = address
         self._stranger = _stranger(self._context, address)
         self._number = 0
         for end in (self._conductor, self._unit):
@@ -238,6 +239,9 @@ class RoundsLane(InsideLane):
         message = round_case(dice)
         if message:
             self._stranger.send_multipart(message)
+        if dice.random() < 0.02:
+            self._stranger.close(linger=200)
+            self._stranger = _stranger(self._context, self._address, dice.choice(NAMES))
         if number % SHARE == 0:
             await self._round()
 
