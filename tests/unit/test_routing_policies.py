@@ -17,7 +17,7 @@ from baton_core.routing.policies import (
     SessionPolicy,
     make_policy,
 )
-from baton_core.routing.prefixes import BLOCK_BYTES, PrefixMemory, prefix_blocks
+from baton_core.routing.prefixes import BLOCK_BYTES, MEMORY_BLOCKS_MIN, PrefixMemory, blocks_for, prefix_blocks
 from baton_core.routing.ring import STALE_RATIO, HashRing
 from baton_core.routing.workers import Load, Role, Target, Worker, WorkerState
 
@@ -113,7 +113,7 @@ def test_blocks_of_equal_beginnings_are_equal_and_the_same_bytes_after_another_b
 def test_cache_aware_follows_the_longest_known_prefix() -> None:
     policy, shared = CacheAwarePolicy(), "system " * 200
     home = policy.choose([A, B, C], prompt(shared + "one" * 100), {}, 1)
-    assert policy.choose([A, B, C], prompt(shared + "two" * 100), {home.key: Load(in_flight=5)}, 0) is home
+    assert policy.choose([A, B, C], prompt(shared + "two" * 100), {home.key: Load(in_flight=1)}, 0) is home
 
 
 def test_a_prompt_that_is_known_nowhere_goes_to_the_least_loaded() -> None:
@@ -124,12 +124,26 @@ def test_a_prompt_that_is_known_nowhere_goes_to_the_least_loaded() -> None:
     assert policy.choose([A, B], prompt("unknown " * 400), loads(a=5, b=1), 0) is B
 
 
-def test_a_known_prefix_is_not_worth_a_long_queue() -> None:
+def test_a_known_prefix_is_worth_a_queue_no_longer_than_what_it_saves() -> None:
     policy, ask = CacheAwarePolicy(), prompt("shared " * 400)
-    policy.choose([A], ask, {}, 0)
-    assert policy.choose([A, B], ask, loads(a=15, b=0), 0) is A
+    policy.choose([A], ask, {}, 0)  # which took all of its blocks: so long is one request in front of another
+    assert policy.choose([A, B], ask, loads(a=1, b=0), 0) is A
+    assert policy.choose([A, B], ask, loads(a=40, b=39), 0) is A
     assert policy.choose([A, B], ask, loads(a=40, b=2), 0) is B
     assert policy.choose([A], ask, loads(a=40), 0) is A
+
+
+def test_a_prefix_that_everybody_shares_ends_on_as_many_targets_as_it_takes() -> None:
+    policy, targets = CacheAwarePolicy(), tuple(target(f"t{number}") for number in range(50))
+    waiting, queues = deque[str](), Counter[str]()
+    for number in range(5_000):
+        ask = prompt("shared " * 200 + f"{number} of its own " * 100)
+        chosen = policy.choose(targets, ask, loads(**queues), number).key
+        waiting.append(chosen)
+        queues[chosen] += 1
+        assert queues[chosen] <= 4, "40 are there at once, and 50 could take them"
+        if len(waiting) == 40:
+            queues[waiting.popleft()] -= 1
 
 
 def test_the_memory_of_prefixes_is_bounded_and_forgets_what_was_not_met_for_longest() -> None:
@@ -139,6 +153,22 @@ def test_the_memory_of_prefixes_is_bounded_and_forgets_what_was_not_met_for_long
     assert len(memory) == 10
     assert memory.depths(prefix_blocks(b"99")) == {"a": 1}
     assert memory.depths(prefix_blocks(b"5")) == {}
+
+
+def test_a_large_fleet_is_remembered_for_as_much_as_its_own_caches_hold() -> None:
+    assert [blocks_for(targets) for targets in (1, 64, 200, 512, 10_000)] == [
+        131_072,
+        131_072,
+        409_600,
+        1_048_576,
+        1_048_576,
+    ]
+    policy, targets = CacheAwarePolicy(), tuple(target(f"t{number}") for number in range(100))
+    first = prompt("first " * 400)
+    home = policy.choose(targets, first, {}, 0)
+    for number in range(MEMORY_BLOCKS_MIN):
+        policy.choose(targets, Ask(prefix=(number.to_bytes(8, "big"),)), {}, 0)
+    assert policy.choose(targets, first, {home.key: Load(in_flight=1)}, 0) is home
 
 
 def test_every_policy_an_operator_can_name_chooses_among_its_candidates() -> None:

@@ -3,16 +3,16 @@
 random, round_robin              know nothing
 least_load, power_of_two         know how many requests each target has
 consistent_hash, session         keep a conversation where it is; without a conversation: power_of_two
-cache_aware                      goes where the longest prefix of the prompt went before, unless that is overloaded
+cache_aware                      goes where the prompt is soonest computed: its cached prefix spares work, others go first
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, Protocol, TypeVar, assert_never
 
-from baton_core.routing.prefixes import PrefixMemory
+from baton_core.routing.prefixes import PrefixMemory, blocks_for
 from baton_core.routing.ring import HashRing, position
 from baton_core.routing.workers import Loads, Target, load_of
 
@@ -26,12 +26,10 @@ CATALOGUES_MAX = 8
 """Sets of candidates kept ready: one for each KV fingerprint in use."""
 SESSIONS_MAX = 262_144
 """Conversations that `session` remembers; the one silent for longest is forgotten and chosen for anew."""
-OVERLOAD_REQUESTS = 16
-OVERLOAD_RATIO = 1.5
-"""A cached prefix is not worth a queue: a target is passed over when it has both this many requests and this many
-times as many as the least loaded one. Many field reports are about a router without such a guard."""
 WORTHWHILE_SHARE = 0.3
 """Shares of the prompt below this are not worth being sent anywhere for: the least loaded target gets it."""
+LEARNED_OVER_REQUESTS = 256
+"""`cache_aware` learns over so many what a request in front of another one costs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,35 +198,48 @@ class SessionPolicy:
 
 
 class CacheAwarePolicy:
-    """Where the longest part of the prompt was computed before, as far as this router sent it."""
+    """Where the prompt is likely to be computed first: what is cached there is spared, but whoever is there goes first.
+
+    Both are counted in blocks of prompts. A queue is its requests times what a request has had to compute of late, so a
+    prefix that everybody shares ends on as many targets as it takes; many field reports are about a router that sends all
+    of them to one.
+    """
 
     def __init__(self) -> None:
         self._memory = PrefixMemory()
         self._candidates = Catalogue(_by_key)
         self._otherwise = LeastLoadPolicy()
+        self._computed, self._learned = 0.0, 0  # blocks that a request is not spared, on average, and over how many
 
     def choose(self, candidates: Sequence[Target], ask: Ask, loads: Loads, draw: int) -> Target:
-        """A prompt that is known nowhere, or only where too much waits, goes to the least loaded."""
-        chosen = self._known(candidates, ask, loads, draw) or self._otherwise.choose(candidates, ask, loads, draw)
+        """A prompt known nowhere, or only where the queue is longer than what is spared, goes to the least loaded."""
+        depths = self._memory.depths(ask.prefix)
+        chosen = self._known(candidates, ask, depths, loads)
+        # Nobody can be sooner than one whose queue is no longer than what it spares: only else are all loads compared.
+        if chosen is None or self._cost(chosen, depths, loads) > 0:
+            idle = self._otherwise.choose(candidates, ask, loads, draw)
+            if chosen is None or self._cost(chosen, depths, loads) > self._cost(idle, depths, loads):
+                chosen = idle
+        self._learn(len(ask.prefix) - depths.get(chosen.key, 0))
+        self._memory.blocks_max = blocks_for(len(candidates))
         self._memory.remember(ask.prefix, chosen.key)
         return chosen
 
-    def _known(self, candidates: Sequence[Target], ask: Ask, loads: Loads, draw: int) -> Target | None:
-        depths = self._memory.depths(ask.prefix)
-        if not depths:
-            return None
-        by_key = self._candidates.of(candidates)
-        known = [by_key[key] for key in depths if key in by_key]
-        if not known:
-            return None
-        best = max(known, key=lambda target: (depths[target.key], -load_of(target, loads)))
-        if depths[best.key] < WORTHWHILE_SHARE * len(ask.prefix):
-            return None
-        load = load_of(best, loads)
-        if load < OVERLOAD_REQUESTS:
-            return best
-        lowest, _ = least_loaded(candidates, loads, draw)
-        return None if load > OVERLOAD_RATIO * lowest else best
+    def _known(self, candidates: Sequence[Target], ask: Ask, depths: Mapping[str, int], loads: Loads) -> Target | None:
+        """Of those that hold a good part of the prompt, the soonest; of equals the one that holds more."""
+        by_key = self._candidates.of(candidates) if depths else {}
+        worthwhile = WORTHWHILE_SHARE * len(ask.prefix)
+        known = [by_key[key] for key, depth in depths.items() if depth >= worthwhile and key in by_key]
+        return min(known, key=lambda target: (self._cost(target, depths, loads), -depths[target.key]), default=None)
+
+    def _cost(self, target: Target, depths: Mapping[str, int], loads: Loads) -> float:
+        """Blocks of others in front of this prompt, less those of its own that are spared."""
+        ahead = max(0.0, load_of(target, loads) - 0.5)  # the first of them is half done, on average
+        return ahead * self._computed - depths.get(target.key, 0)
+
+    def _learn(self, computed: int) -> None:
+        self._learned = min(self._learned + 1, LEARNED_OVER_REQUESTS)
+        self._computed += (computed - self._computed) / self._learned
 
 
 T = TypeVar("T")

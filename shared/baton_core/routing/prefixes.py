@@ -10,7 +10,11 @@ from collections import OrderedDict
 BLOCK_BYTES = 256
 BLOCKS_MAX = 128
 """Of a longer prompt only this much is compared: 32 KiB, some 8,000 tokens."""
-MEMORY_BLOCKS_MAX = 131_072
+BLOCKS_A_TARGET = 2_048
+"""What a target's own cache may hold of prompts: 512 KiB, some 131,000 tokens. Where less is remembered than the fleet
+caches, prompts are sent away from what they would have found there."""
+MEMORY_BLOCKS_MIN, MEMORY_BLOCKS_MAX = 131_072, 1_048_576
+"""Whatever the number of targets; some 25 and 200 MiB."""
 HOLDERS_MAX = 4
 """Targets remembered for one block, the latest last."""
 DIGEST_BYTES = 8
@@ -32,8 +36,8 @@ def prefix_blocks(prompt: bytes) -> tuple[bytes, ...]:
 class PrefixMemory:
     """Which targets were sent which blocks; the block not met for longest is forgotten."""
 
-    def __init__(self, blocks_max: int = MEMORY_BLOCKS_MAX) -> None:
-        self._blocks_max = blocks_max
+    def __init__(self, blocks_max: int = MEMORY_BLOCKS_MIN) -> None:
+        self.blocks_max = blocks_max
         # In order of last use. An OrderedDict, because a plain one steps over everything that was taken from its front.
         self._holders: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
 
@@ -60,5 +64,10 @@ class PrefixMemory:
             if not holders or holders[-1] != key:
                 holders = (*(one for one in holders if one != key), key)[-HOLDERS_MAX:]
             self._holders[block] = holders
-        while len(self._holders) > self._blocks_max:
+        while len(self._holders) > self.blocks_max:
             self._holders.popitem(last=False)
+
+
+def blocks_for(targets: int) -> int:
+    """How many blocks are worth remembering for so many targets."""
+    return min(max(MEMORY_BLOCKS_MIN, BLOCKS_A_TARGET * targets), MEMORY_BLOCKS_MAX)
