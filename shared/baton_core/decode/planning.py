@@ -87,6 +87,8 @@ class DecodeBatch:
         return seats, sum(req.known - req.planned for req in self.computing.values())
 
     def _seat(self) -> bool:
+        if not self.arrived:
+            return False
         seats, _ = self.prompts_wanted()
         seated = list(self.arrived.values())[: max(0, seats)]
         for req in seated:
