@@ -13,6 +13,7 @@ thread that is stuck in the middle of a page is freed by `fence`, which breaks t
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from baton_core.agreement import KVPoll, Observation, Watch
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 BROKEN = "the stream broke"
+
+layout_of = lru_cache(UnitLayout.from_text)
+"""The layout in a text; worlds have few different ones."""
 
 Bytes = tuple[int, int, bytes]
 """A target page (ordinal in the prompt), an offset in it, and what belongs there."""
