@@ -87,6 +87,7 @@ class Attempt:
     revoked: bool = False
     stopped: bool = False
     failed: tuple[Reason, str] | None = None
+    seen: Observation | None = None  # by the last poll; most find what that found
 
     @property
     def dead(self) -> bool:
@@ -116,7 +117,10 @@ class Attempt:
             state = KVPoll.Transferring
         elif ordered:
             state = KVPoll.WaitingForInput
-        return Observation(poll=state, progress=self.progress)
+        seen = self.seen
+        if seen is None or seen.poll is not state or seen.progress != self.progress:
+            seen = self.seen = Observation(poll=state, progress=self.progress)
+        return seen
 
 
 def member_name_beside(leader: Incarnation, member: Member) -> Incarnation:

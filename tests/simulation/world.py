@@ -82,8 +82,8 @@ class World:
 
     def at(self, delay: int, call: Callable[..., object], *args: object) -> None:
         """Call in `delay` ms; calls due at once keep their order."""
-        self.events += 1
-        heappush(self._heap, (self.now + delay, self.events, call, args))
+        self.events = number = self.events + 1
+        heappush(self._heap, (self.now + delay, number, call, args))
 
     def note(self, rank: Rank, what: object) -> None:
         """One line of the trace."""

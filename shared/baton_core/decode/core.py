@@ -353,7 +353,9 @@ class DecodeCore:
 
     def _reenter(self, now: Millis) -> None:
         """Whoever was retracted and had a prefill worker goes back to it, past both doors untouched (S5)."""
-        for req in self.reentry.due() if self.memory.retracted else ():
+        if not self.memory.retracted and not self.prealloc.waiters:
+            return
+        for req in self.reentry.due():
             self.attempts += 1
             self.reentry.leaves(req, self.attempts)
             self.prealloc.add(req, now, is_retracted=True, is_rebootstrap=True)

@@ -84,7 +84,7 @@ class DecodeBatch:
     def prompts_wanted(self) -> tuple[int, int]:
         """Seats that are free, and tokens of local prompts that have pages and are in no plan yet."""
         seats = self._ledger.limits.running_max - len(self.running) - len(self.computing)
-        return seats, sum(req.known - req.planned for req in self.computing.values())
+        return seats, sum([req.known - req.planned for req in self.computing.values()]) if self.computing else 0
 
     def _seat(self) -> bool:
         if not self.arrived:
