@@ -1,7 +1,7 @@
 """Values that are cheap to make, for long runs of seeds.
 
-A frozen dataclass sets each field through `object.__setattr__`, which costs three times an assignment, and a seed makes
-some ten thousand values. That nobody assigns to one is what mypy proves, and what the seeds of the test suite, in which
+A frozen dataclass sets each field through `object.__setattr__`, which costs more than an assignment, and seeds make
+many values. That nobody assigns to one is what mypy proves, and what the seeds of the test suite, in which
 values stay frozen, would notice; so a long run need not pay for it. Equality, hashes and slots stay as they are.
 """
 
