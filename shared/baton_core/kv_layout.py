@@ -135,6 +135,7 @@ class UnitLayout:
         """Pages of a prompt of `tokens`."""
         return -(-tokens // self.page_tokens)
 
+    @lru_cache(maxsize=64)  # noqa: B019 — it is said in every hello, and layouts are few and small
     def to_text(self) -> str:
         """Canonical text, for hellos, their answers and page orders."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))

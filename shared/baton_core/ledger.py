@@ -13,7 +13,7 @@ from baton_core.effects import Backup, Effect, Emit, Fence, Forget, Restore, Rev
 from baton_core.errors import Reason, Verdict
 from baton_core.events import AgreedPoll
 from baton_core.limits import Limits, Millis
-from baton_core.machine import Handoff, Phase, PhaseTable, move
+from baton_core.machine import Handoff, Phase, PhaseTable, deadlines, move, overdue
 from baton_core.messages import RoomFailed
 from baton_core.pages import PagePool
 from baton_core.prefix import PrefixCache
@@ -230,7 +230,7 @@ class Ledger:
         Requests that ended meanwhile give back what they hold.
         """
         found = []
-        for poll in polls:
+        for poll in polls if self.copies else ():
             watch = self.copies.get(copy_of(poll))
             if watch is None or not poll.writers_stopped:
                 continue
@@ -306,7 +306,7 @@ class Ledger:
 
     def overdue(self, now: Millis) -> list[Handoff]:
         """Live handoffs one of whose deadlines has passed."""
-        return [handoff for handoff in self.live.values() if handoff.due_at <= now and not handoff.fenced]
+        return overdue(self.live.values(), now)
 
     def expire(self, handoff: Handoff, now: Millis) -> None:
         """A deadline passed: name the stage and end the request, or fence the peer that does not stop."""
@@ -326,7 +326,7 @@ class Ledger:
 
     def next_deadline(self) -> Millis | None:
         """When `tick` has something to do next."""
-        dues = [handoff.due_at for handoff in self.live.values() if not handoff.fenced]
+        dues = deadlines(self.live.values())
         expiry = self.rooms.next_expiry()
         return min(dues + ([] if expiry is None else [expiry]), default=None)
 
@@ -391,7 +391,7 @@ def copy_watch(handoff: Handoff) -> Watch:
 
 def copy_of(one: Watch | AgreedPoll) -> int:
     """The number of the copy that is observed; 0 where it is a transfer."""
-    return max(0, -one.attempt)
+    return -one.attempt if one.attempt < 0 else 0
 
 
 def is_fake(handoff: Handoff) -> bool:

@@ -273,7 +273,7 @@ class Switchboard:
 
     def next_due(self) -> Millis | None:
         """When `tick` has something to do next."""
-        return min((link.next_due() for link in self._links.values()), default=None)
+        return min([link.next_due() for link in self._links.values()], default=None)
 
     def _end(self, link: Link) -> None:
         del self._links[link.peer]

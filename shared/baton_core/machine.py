@@ -4,7 +4,7 @@ A side is described by its `PhaseTable`: the legal transitions, how each phase s
 it is called. Documents, metrics and simulation coverage are drawn from these tables.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -45,6 +45,9 @@ class Phase(Enum):
     REVOKING = "revoking"  # failed or aborted; somebody may still read or write its pages
     DONE = "done"
     FAILED = "failed"
+
+    # Members are unique, tables are keyed by them, and the hash of `Enum` is written in Python.
+    __hash__ = object.__hash__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +161,23 @@ class Handoff:
         return tuple(name for name, holds in held if holds)
 
 
+def overdue(handoffs: Iterable[Handoff], now: Millis) -> list[Handoff]:
+    """Those one of whose deadlines has passed, and that were not fenced for it. Asked at every log position."""
+    return [
+        one
+        for one in handoffs
+        if one.deadline_at <= now or (one.stage_deadline_at is not None and one.stage_deadline_at <= now)
+        if not one.fenced
+    ]
+
+
+def deadlines(handoffs: Collection[Handoff]) -> list[Millis]:
+    """All deadlines of those that were not fenced: whichever passes first is what `overdue` waits for."""
+    dues = [one.deadline_at for one in handoffs if not one.fenced]
+    dues += [one.stage_deadline_at for one in handoffs if one.stage_deadline_at is not None and not one.fenced]
+    return dues
+
+
 def move(
     handoff: Handoff,
     target: Phase,
@@ -178,8 +198,8 @@ def move(
         Moved(
             rid=handoff.rid,
             room=handoff.room,
-            source=source.value,
-            target=target.value,
+            source=source._value_,  # `value` is a descriptor written in Python, and this is the busiest line of a core
+            target=target._value_,
             reason=None if verdict is None else verdict.reason,
             text="" if verdict is None else verdict.text,
         )

@@ -24,12 +24,16 @@ class Trace:
 
     def __init__(self) -> None:
         self._told = hashlib.blake2b(digest_size=8)
+        self._digest: int | None = None  # of what it was told so far; most states are compared more often than changed
 
     def note(self, what: str, *numbers: int) -> None:
         """This happened, to these: each number within 64 bits, signed."""
+        self._digest = None
         self._told.update(what.encode())
         self._told.update(array("q", numbers).tobytes())
 
     def digest(self) -> int:
         """Everything so far."""
-        return int.from_bytes(self._told.digest(), "little") & DIGEST_MASK
+        if self._digest is None:
+            self._digest = int.from_bytes(self._told.digest(), "little") & DIGEST_MASK
+        return self._digest

@@ -44,7 +44,7 @@ class Chaos:
 
     def look(self, unit: "Unit") -> None:
         """A unit has come to a new state: does anything aim at it?"""
-        if self._aims and not self.world.healed:
+        if self._aims and unit.phases and not self.world.healed:
             phases = {f"{unit.side}.{phase}" for phase in unit.phases.values()}
             phases |= {f"{unit.side}.{phase}.idle" for phase in unit.idle.values()}
             for aim in [aim for aim in self._aims if aim[0] in phases]:

@@ -99,7 +99,7 @@ class Leader:
     def _due(self, due: Millis) -> None:
         if due == self._wake_at:
             self._wake_at = None
-            if self.alive and not self.rank.paused and not self.rank.busy:
+            if self.unit.alive and not self.rank.paused and not self.rank.busy:
                 self.turn()
 
     def turn(self) -> None:
@@ -164,7 +164,8 @@ class Leader:
         if self.nudged or self.inbox or self._begun:
             self.wake(0)
         elif due is not None:
-            self.wake(max(1, due - self.now))
+            now = self.now
+            self.wake(due - now if due > now else 1)
 
     def _take(self, item: object, now: Millis) -> None:
         if isinstance(item, tuple):

@@ -129,10 +129,11 @@ class Pressure:
 
     def look(self, unit: "Unit") -> None:
         """A unit has come to a new state: does anything aim at it?"""
-        if not self._aims or self.world.healed or unit.side != "decode":
+        if not self._aims or not unit.phases or self.world.healed or unit.side != "decode":
             return
         phases = _phases(unit)
-        aims = [aim for aim in self._aims if HUNTS.get(aim[0], aim[0]) in phases.values()]
+        seen = set(phases.values())
+        aims = [aim for aim in self._aims if HUNTS.get(aim[0], aim[0]) in seen]
         away = [aim for aim in aims if aim[0] in self.AWAY]
         # Of these one after another, each with a victim of its own.
         for aim in [*(aim for aim in aims if aim[0] not in self.AWAY), *away[:1]]:

@@ -110,9 +110,10 @@ class Memory:
         """What the first `tokens` tokens in these pages come to; anything wrong in any cell changes it."""
         values = []
         cell_bytes = self.page_tokens * WORD_BYTES
+        starts = [page * self.page_bytes for page in pages]
         for cell, mark in self._cells:
-            starts = [page * self.page_bytes + cell * WORD_BYTES for page in pages]
-            raw = b"".join([self.bytes[start : start + cell_bytes] for start in starts])
+            begin, end = cell * WORD_BYTES, cell * WORD_BYTES + cell_bytes
+            raw = b"".join([self.bytes[start + begin : start + end] for start in starts])
             values.append(int.from_bytes(raw[: tokens * WORD_BYTES], "little") - mark * _ONES[tokens])
         if values.count(values[0]) == len(values):
             return values[0] % _MODULUS

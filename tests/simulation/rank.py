@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from baton_core import effects as fx
 from baton_core.agreement import GateArgs, MetadataRows, Observation, Watch
 from baton_core.decode.core import DecodeCore
+from baton_core.decode.phases import DECODE
 from baton_core.effects import Effect
 from baton_core.events import FlushCache, Input, Pause, PauseMode, PeerGone, PeerSaid, Resolved, Submit
 from baton_core.ledger import Ledger, copy_of
@@ -18,6 +19,7 @@ from baton_core.limits import Millis
 from baton_core.messages import MetadataRow
 from baton_core.plan import StepPlan
 from baton_core.prefill.core import PrefillCore
+from baton_core.prefill.phases import PREFILL
 from baton_core.ranks import Member, member_name
 from baton_core.request import Incarnation, RequestId
 from baton_core.unit_log import Applying, Done, Idled, LogEntry, Replica, Report
@@ -31,6 +33,12 @@ from simulation.transfer import Transfer
 if TYPE_CHECKING:
     from simulation.unit import Unit
     from simulation.world import World
+
+
+_LEGAL_MOVES = {
+    table.side: {(source.value, target.value) for source, target in table.edges()} for table in (PREFILL, DECODE)
+}
+_FLUSHES = FlushCache(), Pause(mode=PauseMode.RETRACT)
 
 
 class Nudge:
@@ -62,6 +70,7 @@ class Rank:
         self.side, self.worker = unit.side, unit.worker
         self.name = member_name(self.worker.incarnation, unit.dp_rank, member)
         self.stage = member // unit.parallel.stage_members
+        self.leads = member == 0  # it writes the log
         self.paused = False
         self.slowness = 1
         self.phases: dict[RequestId, str] = {}
@@ -78,6 +87,7 @@ class Rank:
         self._rows = Rows(self.metadata) if decode else None
         self.gate_args = GateArgs(backend=shape.backend) if decode else None
         self.core: PrefillCore | DecodeCore = unit.new_core()
+        self.ledger: Ledger = self.core.ledger  # its books
         self.copies = Copies(self)
         self.transfer: Transfer
         fake = shape.backend == "fake"
@@ -89,7 +99,7 @@ class Rank:
         self.pages_born: dict[int, int] = {}  # by page: how often the cache had been flushed when it was handed out
         self.flushes = 0
         self._watch_pool()
-        self.legal_moves = {(source.value, target.value) for source, target in self.ledger.table.edges()}
+        self.legal_moves = _LEGAL_MOVES[self.side]
 
     def __repr__(self) -> str:
         return self.name
@@ -98,16 +108,6 @@ class Rank:
     def alive(self) -> bool:
         """Whether its unit lives."""
         return self.unit.alive
-
-    @property
-    def leads(self) -> bool:
-        """Whether it writes the log."""
-        return self.member == 0
-
-    @property
-    def ledger(self) -> Ledger:
-        """The core's books."""
-        return self.core.ledger
 
     @property
     def busy(self) -> bool:
@@ -153,7 +153,7 @@ class Rank:
             for event in self.entry.inputs:
                 if isinstance(event, Submit):
                     self.phases[event.request.rid] = "intake"
-                self.flushes += event == FlushCache() or event == Pause(mode=PauseMode.RETRACT)
+                self.flushes += event in _FLUSHES
             self._asking = self.replica.applying(self.entry)
             self._go(None)
 
@@ -225,7 +225,7 @@ class Rank:
         """What this rank alone sees of these handoffs, right now."""
         self._nudged = False
         return [
-            self.copies.observe(copy_of(watch)) if copy_of(watch) else self.transfer.poller(watch).poll()
+            self.copies.observe(copy) if (copy := copy_of(watch)) else self.transfer.poller(watch).poll()
             for watch in watches
         ]
 
@@ -239,9 +239,10 @@ class Rank:
 
     def perform(self, effects: Sequence[Effect], now: Millis) -> None:
         """Do what the core asks for, in order."""
+        leads, note = self.leads, self.world.note
         for effect in effects:
-            if self.leads:
-                self.world.note(self, effect)
+            if leads:
+                note(self, effect)
             _PERFORM[type(effect)](self, effect, now)
 
     def _moved(self, effect: fx.Moved, now: Millis) -> None:

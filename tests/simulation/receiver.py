@@ -4,12 +4,11 @@ from typing import TYPE_CHECKING
 
 from baton_core import kv_layout
 from baton_core.effects import Expect
-from baton_core.kv_layout import UnitLayout
 from baton_core.messages import MetadataRow
 from baton_core.ranks import Member
 from simulation.invariants import Broken, check_row, check_write
 from simulation.oracle import Oracle
-from simulation.transfer import Attempt, Bytes, Transfer, Way, member_name_beside
+from simulation.transfer import Attempt, Bytes, Transfer, Way, layout_of, member_name_beside
 
 if TYPE_CHECKING:
     from simulation.network import Stream
@@ -20,7 +19,7 @@ class Receiver(Transfer):
 
     def expect(self, effect: Expect) -> None:
         """Zero the row, open the attempt, order its pages from every rank that feeds this one."""
-        source, member = UnitLayout.from_text(effect.source), self.rank.member
+        source, member = layout_of(effect.source), self.rank.member
         self.rank.metadata[effect.row] = None
         attempt = Attempt(
             rid=effect.rid,

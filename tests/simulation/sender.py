@@ -4,11 +4,10 @@ from typing import TYPE_CHECKING
 
 from baton_core import kv_layout
 from baton_core.effects import Offer, Push
-from baton_core.kv_layout import UnitLayout
 from baton_core.ranks import unit_of
 from baton_core.request import PageId, Room
 from simulation.invariants import Broken, check_touch
-from simulation.transfer import Attempt, Bytes, Transfer, Way, member_name_beside
+from simulation.transfer import Attempt, Bytes, Transfer, Way, layout_of, member_name_beside
 
 if TYPE_CHECKING:
     from simulation.network import Stream
@@ -25,7 +24,7 @@ class Sender(Transfer):
 
     def offer(self, effect: Offer) -> None:
         """Take this attempt's orders, from the ranks of this unit only."""
-        target, member = UnitLayout.from_text(effect.target), self.rank.member
+        target, member = layout_of(effect.target), self.rank.member
         attempt = Attempt(
             rid=effect.rid,
             room=effect.room,

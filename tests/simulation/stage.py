@@ -136,9 +136,9 @@ class Stage:
         return self.ranks.index(rank)
 
 
-def kind_of(come: Come) -> str:
+def kind_of(come: Come) -> tuple[str, int]:
     """A question, and how many values it carries."""
-    return f"{type(come.question).__name__} of {len(come.values)}"
+    return type(come.question).__name__, len(come.values)
 
 
 def alone(rank: "Rank", question: Question) -> object:

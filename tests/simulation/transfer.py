@@ -13,6 +13,7 @@ thread that is stuck in the middle of a page is freed by `fence`, which breaks t
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from baton_core.agreement import KVPoll, Observation, Watch
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 BROKEN = "the stream broke"
+
+layout_of = lru_cache(UnitLayout.from_text)
+"""The layout in a text; worlds have few different ones."""
 
 Bytes = tuple[int, int, bytes]
 """A target page (ordinal in the prompt), an offset in it, and what belongs there."""
@@ -83,6 +87,7 @@ class Attempt:
     revoked: bool = False
     stopped: bool = False
     failed: tuple[Reason, str] | None = None
+    seen: Observation | None = None  # by the last poll; most find what that found
 
     @property
     def dead(self) -> bool:
@@ -112,7 +117,10 @@ class Attempt:
             state = KVPoll.Transferring
         elif ordered:
             state = KVPoll.WaitingForInput
-        return Observation(poll=state, progress=self.progress)
+        seen = self.seen
+        if seen is None or seen.poll is not state or seen.progress != self.progress:
+            seen = self.seen = Observation(poll=state, progress=self.progress)
+        return seen
 
 
 def member_name_beside(leader: Incarnation, member: Member) -> Incarnation:

@@ -31,8 +31,8 @@ OTHER_FINGERPRINT = '{"kv":"two"}'
 class Position:
     """The state that siblings hold after a log position, and how many have said so."""
 
-    digest: int
-    ranks: int = 1
+    state: tuple[list[int], bytes]
+    ranks: int = 0
 
 
 class Unit:
@@ -141,10 +141,11 @@ class Unit:
     def applied(self, rank: Rank, entry: LogEntry) -> None:
         """A rank applied an entry: its state must be that of the others at this position."""
         if len(self.ranks) > 1:
-            digest = rank.core.digest()
-            known = self._positions.setdefault(entry.position, Position(digest, 0))
-            same = known.digest == digest
-            if not same:
+            state = rank.core.state()
+            known = self._positions.get(entry.position)
+            if known is None:
+                known = self._positions[entry.position] = Position(state)
+            elif known.state != state:
                 raise Broken("siblings", f"{rank} differs at log position {entry.position} ({entry})")
             known.ranks += 1
             if known.ranks == len(self.ranks):

@@ -5,10 +5,10 @@ same seed always plays the same way, whatever the hash seed.
 """
 
 import asyncio
-import heapq
 from collections import deque
 from collections.abc import Callable
 from hashlib import blake2b
+from heapq import heappop, heappush
 from logging import CRITICAL
 from random import Random
 
@@ -82,8 +82,8 @@ class World:
 
     def at(self, delay: int, call: Callable[..., object], *args: object) -> None:
         """Call in `delay` ms; calls due at once keep their order."""
-        self.events += 1
-        heapq.heappush(self._heap, (self.now + delay, self.events, call, args))
+        self.events = number = self.events + 1
+        heappush(self._heap, (self.now + delay, number, call, args))
 
     def note(self, rank: Rank, what: object) -> None:
         """One line of the trace."""
@@ -139,14 +139,13 @@ class World:
 
     def _play(self) -> None:
         self.at(self.shape.heal_ms, self._heal)
-        last = self._latest()
-        while self._heap:
-            self.now, _, call, args = heapq.heappop(self._heap)
+        last, events_max = self._latest(), EVENTS_MAX * (10 if self.shape.requests > 100 else 1)
+        heap = self._heap
+        while heap:
+            self.now, _, call, args = heappop(heap)
             call(*args)
-            if self.healed and self.events > EVENTS_MAX * (10 if self.shape.requests > 100 else 1):
-                raise Broken("liveness", f"still busy after {self.events} events: {self._busy()}")
-            if self.healed and self.now > last:
-                raise Broken("liveness", f"still busy at {self.now} ms: {self._busy()}")
+            if self.healed and (self.events > events_max or self.now > last):
+                raise Broken("liveness", f"still busy after {self.events} events, at {self.now} ms: {self._busy()}")
         self.tally.events = self.events
         if self.fleet is not None:
             self.fleet.check_end()

@@ -48,6 +48,8 @@ from baton_core.request import Finish, FinishType, Request, RequestId, Room
 from baton_core.steps import Steps
 from baton_core.trace import digest_of
 
+_NOBODY = numbers_of_queue(())
+
 
 class DecodeCore:
     """All decisions of one decode unit. `step`, `tick` and `commit` return effects; `plan` freezes the next batch."""
@@ -94,6 +96,8 @@ class DecodeCore:
     def step(self, event: Event, now: Millis) -> list[Effect]:
         """An agreed event happened."""
         match event:
+            case Observed():  # first, because it is by far the commonest
+                self._observed(event, now)
             case Submit():
                 self._submit(event.request, now)
             case Abort():
@@ -111,8 +115,6 @@ class DecodeCore:
                 self._peer_said(event, now)
             case PeerGone():
                 self._peer_gone(event, now)
-            case Observed():
-                self._observed(event, now)
             case DrainBegan():
                 self.ledger.draining = True
             case FlushCache():
@@ -148,7 +150,7 @@ class DecodeCore:
         if self.steps.full or self.paused is not None:
             return None
         self.line.admit()
-        plan = self.steps.begin(self.batch.next_slices())
+        plan = self.steps.begin(self.batch.next_slices()) if self.has_work else None
         self._reenter(self._now)
         return plan
 
@@ -189,14 +191,18 @@ class DecodeCore:
         return min((due for due in dues if due is not None), default=None)
 
     def digest(self) -> int:
-        """62 bits of everything that the unit's ranks must agree on; see `digest`."""
+        """62 bits of `state`."""
+        return digest_of(*self.state())
+
+    def state(self) -> tuple[list[int], bytes]:
+        """Everything that the unit's ranks must agree on, as numbers and names; see `digest`."""
         numbers = numbers_of_ledger(self.ledger)
         numbers += (self.steps.count, len(self.steps.running), self.attempts, *self.memory.numbers())
         numbers.append(0 if self.paused is None else 1 + list(PauseMode).index(self.paused))
         for queue in (self.prealloc.queue, self.transfer.queue, *self.batch.queues, *self.memory.queues):
-            numbers += numbers_of_queue(queue.values())
+            numbers += numbers_of_queue(queue.values()) if queue else _NOBODY
         numbers += self.farewells.numbers()
-        return digest_of(numbers, bytes_of_ledger(self.ledger, self.farewells))
+        return numbers, bytes_of_ledger(self.ledger, self.farewells)
 
     # -- inputs
 
@@ -342,11 +348,13 @@ class DecodeCore:
         if self.paused is not PauseMode.RETRACT:
             self.line.admit()
             self._reenter(now)
-        if self.pp_size == 1:
+        if self.pp_size == 1 and self.prealloc.waiters:
             self.process_prealloc_queue((), (), polls={}, uncovered_polls={}, now=now)
 
     def _reenter(self, now: Millis) -> None:
         """Whoever was retracted and had a prefill worker goes back to it, past both doors untouched (S5)."""
+        if not self.memory.retracted and not self.prealloc.waiters:
+            return
         for req in self.reentry.due():
             self.attempts += 1
             self.reentry.leaves(req, self.attempts)

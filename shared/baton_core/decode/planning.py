@@ -84,9 +84,11 @@ class DecodeBatch:
     def prompts_wanted(self) -> tuple[int, int]:
         """Seats that are free, and tokens of local prompts that have pages and are in no plan yet."""
         seats = self._ledger.limits.running_max - len(self.running) - len(self.computing)
-        return seats, sum(req.known - req.planned for req in self.computing.values())
+        return seats, sum([req.known - req.planned for req in self.computing.values()]) if self.computing else 0
 
     def _seat(self) -> bool:
+        if not self.arrived:
+            return False
         seats, _ = self.prompts_wanted()
         seated = list(self.arrived.values())[: max(0, seats)]
         for req in seated:

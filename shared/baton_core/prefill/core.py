@@ -101,6 +101,8 @@ class PrefillCore:
     def step(self, event: Event, now: Millis) -> list[Effect]:
         """An agreed event happened."""
         match event:
+            case Observed():  # first, because it is by far the commonest
+                self._observed(event, now)
             case Submit():
                 self._submit(event.request, now)
             case Abort():
@@ -112,8 +114,6 @@ class PrefillCore:
                 self._peer_said(event, now)
             case PeerGone():
                 self._peer_gone(event, now)
-            case Observed():
-                self._observed(event, now)
             case DrainBegan():
                 self.ledger.draining = True
             case FlushCache():
@@ -178,7 +178,11 @@ class PrefillCore:
         return due
 
     def digest(self) -> int:
-        """62 bits of everything that the unit's ranks must agree on; see `digest`."""
+        """62 bits of `state`."""
+        return digest_of(*self.state())
+
+    def state(self) -> tuple[list[int], bytes]:
+        """Everything that the unit's ranks must agree on, as numbers and names; see `digest`."""
         numbers = numbers_of_ledger(self.ledger)
         numbers += (self.steps.count, len(self.steps.running), self.paused)
         numbers += numbers_of_queue(self.waiting.queue.values())
@@ -186,7 +190,7 @@ class PrefillCore:
         for room, orphan in self.orphans.items():
             numbers += (room, orphan.hello.attempt, orphan.expires_at)
         peers = [orphan.peer for orphan in self.orphans.values()]
-        return digest_of(numbers, bytes_of_ledger(self.ledger, peers))
+        return numbers, bytes_of_ledger(self.ledger, peers)
 
     # -- inputs
 
