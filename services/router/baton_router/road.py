@@ -170,8 +170,8 @@ class Road:
             if unregistered is not None:
                 return unregistered
         waiter = self._waiter(trip, call, pair)
+        trip.sent_s = time.monotonic()  # before: a write may wake decode at this process's expense
         attempt = Attempt(pair, call, upstream=self._upstream, directory=self._directory, loop=trip.loop, waiter=waiter)
-        trip.sent_s = time.monotonic()
         try:
             outcome = await attempt.outcome()
             if waiter is not None and isinstance(outcome, Failure) and outcome.is_root_cause:

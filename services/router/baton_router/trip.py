@@ -23,7 +23,7 @@ class Trip(msgspec.Struct, kw_only=True, eq=False):
     deadline_s: float
     ask: Ask = NO_FACTS
     first_room: int = 0  # of the first attempt, where it is not to be drawn: one of a batch
-    sent_s: float = 0.0  # when the legs of the last attempt went out
+    sent_s: float = 0.0  # just before the legs of the last attempt went out
     first_byte_s: float | None = None
     heard_s: float | None = None  # when the last piece of a stream came
     room: int = 0
