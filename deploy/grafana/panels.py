@@ -104,6 +104,22 @@ FLOW = (
         width=FULL,
     ),
     Panel(
+        "Time to first token, by who spent it",
+        "s",
+        ((mean("baton_router_ttft_stage_seconds", "stage"), "{{stage}}"),),
+        "Means, which add up to the time to first token. Each part is told by its owner; decode's includes prefill's work.",
+        stack=True,
+    ),
+    Panel(
+        "Time to first token that nobody owns",
+        "s",
+        tuple(
+            (quantile(q, "baton_router_ttft_stage_seconds", "", ', stage="unattributed"'), f"p{round(q * 100)}")
+            for q in (0.5, 0.95)
+        ),
+        "The ways between router and decode. p95 is to stay below 3 ms, or 3 % of the time to first token.",
+    ),
+    Panel(
         "Prefill: p99 per stage", "s", ((quantile(0.99, "baton_prefill_handoff_stage_seconds", "stage"), "{{stage}}"),)
     ),
     Panel(

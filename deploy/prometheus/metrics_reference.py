@@ -67,6 +67,10 @@ ENTRIES: tuple[Entry, ...] = (
     _of("router", "request_seconds", "histogram", "", "From the request's head to the end of its answer."),
     _of("router", "ttft_seconds", "histogram", "", "From the request's head to the first body byte of a streaming answer: "
         "the time to first token as the client sees it."),
+    _of("router", "ttft_stage_seconds", "histogram", "stage", "What that time consists of, each part as its owner tells it: "
+        "`router`, until the legs of the last attempt were sent (the body, the queue, the choice, attempts that failed); "
+        "`decode`, from the leg's arrival there to its first token, prefill's work included; `unattributed`, the rest: "
+        "the ways between the processes. Of streams whose decode worker tells its part."),
     _of("router", "itl_seconds", "histogram", "", "Between two pieces of a streaming answer, as they come from decode: the "
         "time between tokens as the client sees it, migrations included."),
     _of("router", "inflight_requests", "gauge", "", "Requests under way."),

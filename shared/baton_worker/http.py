@@ -10,6 +10,8 @@ from baton_core.limits import Limits
 INCARNATION_HEADER = "x-baton-incarnation"
 REQUEST_ID_HEADER = "x-request-id"
 BUDGET_HEADER = "x-baton-budget-ms"
+FIRST_TOKEN_HEADER = "x-baton-first-token-us"
+"""Of a stream: from the request's arrival at this worker to the first token that it sends."""
 
 _encoder = msgspec.json.Encoder()
 

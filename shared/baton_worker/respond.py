@@ -25,6 +25,7 @@ from baton_worker.config import Role
 from baton_worker.continuation import TOKEN_IDS_HEADER, Past, Scribe
 from baton_worker.http import (
     BUDGET_HEADER,
+    FIRST_TOKEN_HEADER,
     REQUEST_ID_HEADER,
     BodyTooLong,
     encode_json,
@@ -214,6 +215,7 @@ class LiveResponse(Response):
         scribe = self._scribe
         if scribe is not None:
             headers[TOKEN_IDS_HEADER] = str(scribe.given)
+        headers[FIRST_TOKEN_HEADER] = str(int((time.perf_counter() - self._started) * 1e6))
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         self._begun = True
         await send({"type": "http.response.start", "status": 200, "headers": raw})

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -60,6 +61,41 @@ async def test_tokens_come_one_by_one_as_decode_sends_them() -> None:
         assert await response.content.readany() == event({"text": TOKENS[0]})
         w.decode[0].release.set()
         assert await response.content.read() == event({"text": TOKENS[1]})
+
+
+async def shares_where_decode_says(told: str) -> tuple[float, dict[str, float]]:
+    """A time to first token and its published parts, where decode's head says this of its own."""
+
+    async def decodes(_worker: FakeWorker, request: web.Request, _received: object) -> web.StreamResponse:
+        response = await stream_head(request, {"x-baton-first-token-us": told})
+        await response.write(event({"text": TOKENS[0]}))
+        return response
+
+    async with world(decode=(decodes,)) as w:
+        async with w.client.post() as response:
+            assert await texts(response) == [TOKENS[0]]
+            assert "x-baton-first-token-us" not in response.headers
+        await w.idle()
+        _, metrics = await w.client.get("/metrics")
+    parts = re.findall(r'ttft_stage_seconds_sum\{stage="(\w+)"\} (\S+)', metrics)
+    return float(re.findall(r"ttft_seconds_sum (\S+)", metrics)[0]), {stage: float(sum_s) for stage, sum_s in parts}
+
+
+async def test_a_time_to_first_token_is_the_routers_and_decodes_and_a_rest() -> None:
+    whole_s, parts_s = await shares_where_decode_says("10")
+    assert parts_s["decode"] == pytest.approx(1e-5)
+    assert min(parts_s.values()) > 0 and sum(parts_s.values()) == pytest.approx(whole_s)
+
+
+async def test_a_decode_worker_that_claims_more_time_than_there_was_gets_what_there_was() -> None:
+    whole_s, parts_s = await shares_where_decode_says("999999999999")
+    assert parts_s["unattributed"] == 0 and sum(parts_s.values()) == pytest.approx(whole_s)
+
+
+@pytest.mark.parametrize("told", ["", "-5", "1e3", "9" * 13, "x"])
+async def test_a_decode_worker_that_says_no_number_has_its_time_told_apart_by_nobody(told: str) -> None:
+    whole_s, parts_s = await shares_where_decode_says(told)
+    assert whole_s > 0 and set(parts_s.values()) == {0}
 
 
 async def test_prefill_is_left_to_finish_after_decode_is_done_and_its_connection_serves_again() -> None:

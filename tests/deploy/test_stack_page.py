@@ -21,12 +21,25 @@ from deploy.tools import chromium, run
 pytestmark = needs_docker
 
 PORT, WIDTH, HEIGHT = 18_797, 1280, 900
+ANSWERED = 3
 READY_S = 30.0
+ASK = """
+import sys, urllib.error, urllib.request as u
+body = b'{"text": "Hello", "stream": true, "sampling_params": {"max_new_tokens": 4}}'
+headers = {"content-type": "application/json", "x-baton-budget-ms": sys.argv[1]}
+try:
+    print(u.urlopen(u.Request("http://127.0.0.1:8000/generate", body, headers)).read())
+except urllib.error.HTTPError as error:
+    print(error.code)
+"""
 
 
 @pytest.fixture(scope="module")
 def page(stack: Stack) -> Iterator[str]:
-    """URL of the page of one more router before the same workers; it is published, as no stack of ours does it."""
+    """URL of the page of one more router before the same workers; it is published, as no stack of ours does it.
+
+    It has served some requests, and failed one that would not wait.
+    """
     name = f"{PROJECT}-page"
     settings = {
         "PREFILL": "http://prefill:8100",
@@ -42,6 +55,9 @@ def page(stack: Stack) -> Iterator[str]:
     try:
         docker("network", "connect", f"{PROJECT}_kv", name)
         eventually(lambda: states(f"http://127.0.0.1:{PORT}") == ["ready"] * 3, "it has all workers", READY_S)
+        for _ in range(ANSWERED):
+            assert "[DONE]" in docker("exec", name, "python", "-c", ASK, "60000")
+        assert docker("exec", name, "python", "-c", ASK, "1") == "504"
         yield f"http://127.0.0.1:{PORT}/"
     finally:
         docker("rm", "--force", name)
@@ -67,7 +83,15 @@ def test_a_browser_shows_who_serves_and_fits_it_on_a_screen(page: str, tmp_path:
     document = browse("--dump-dom", page)
     assert "&amp;#" not in document, "escaped twice"
     shown = unescape(document)
-    for words in ("serving", "http://prefill:8100", "http://decode:8200", "http://decode-2:8200", "2 of 2 ready"):
+    for words in (
+        "serving",
+        "http://prefill:8100",
+        "http://decode:8200",
+        "http://decode-2:8200",
+        "2 of 2 ready",
+        "504",
+        "budget of 1 ms",
+    ):
         assert words in shown
     picture = Path(os.environ.get("BATON_TEST_SCREENSHOT", tmp_path / "page.png"))
     browse(f"--window-size={WIDTH},{HEIGHT}", f"--screenshot={picture}", page)

@@ -100,6 +100,11 @@ async def load(stack: Stack) -> AsyncIterator[list[int]]:
             is_over = True
 
 
+def is_healthy(container: str) -> bool:
+    """Whether Docker says so; one that only runs may not listen yet."""
+    return docker("inspect", "--format", "{{.State.Health.Status}}", container) == "healthy"
+
+
 async def more(statuses: list[int], rounds: int) -> None:
     """Until so many further rounds are answered."""
     before = len(statuses)
@@ -153,6 +158,7 @@ async def test_a_replica_that_is_killed_under_load_costs_no_request_and_is_told_
     await restart(stack, "prefill")
     assert set(await mixed(stack.url, rounds=1)) == {200}
     await asyncio.to_thread(docker, "start", killed)
+    waiting(lambda: is_healthy(killed), "it answers again", BACK_S)
     waiting(replicas.agree, "both agree again", BACK_S)
 
 

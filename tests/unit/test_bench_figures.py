@@ -14,7 +14,7 @@ from baton_cli.bench.machine import Machine, cpu_s_of_trees
 from baton_cli.bench.prompts import LOWEST_ID, Prompts, poisson_arrivals_s
 from baton_cli.bench.report import ServeRecord, ms, read_json, warnings, write_json
 from baton_cli.bench.sample import Load, Sample
-from baton_cli.bench.stages import FIRST_TOKEN, TTFT, Total, app_ms, mean_ms, parse_stages, unattributed_ms
+from baton_cli.bench.stages import FIRST_TOKEN, TTFT, UNATTRIBUTED, Total, app_ms, mean_ms, parse_stages
 from baton_cli.bench.stats import OUT_OF_TIME, Bounds, parse_bounds, percentile, summarise
 from baton_cli.errors import CliError, UsageError
 
@@ -184,11 +184,14 @@ def test_stage_times_come_from_the_workers_histograms() -> None:
     assert after == {("decode", "resolving"): Total(0.5, 4), ("prefill", "forwarding"): Total(2.0, 4)}
     means = mean_ms({("decode", "resolving"): Total(0.1, 2)}, after, requests=2)
     assert means == pytest.approx({("decode", "resolving"): 200, ("prefill", "forwarding"): 1000})
-    means |= {TTFT: 250, FIRST_TOKEN: 240}
+    means |= {FIRST_TOKEN: 240}
     assert app_ms(means) == pytest.approx(40)  # prefill's time lies inside decode's waiting
-    assert unattributed_ms(means) == pytest.approx(10)
-    whole = "baton_router_ttft_seconds_sum 3.5\nbaton_decode_first_token_seconds_sum 3.0\n"
-    assert {key: total.seconds for key, total in parse_stages(whole).items()} == {TTFT: 3.5, FIRST_TOKEN: 3.0}
+    whole = (
+        "baton_router_ttft_seconds_sum 3.5\nbaton_decode_first_token_seconds_sum 3.0\n"
+        'baton_router_ttft_stage_seconds_sum{stage="unattributed"} 0.25\n'
+    )
+    told = {key: total.seconds for key, total in parse_stages(whole).items()}
+    assert told == {TTFT: 3.5, FIRST_TOKEN: 3.0, UNATTRIBUTED: 0.25}
 
 
 @pytest.mark.parametrize(

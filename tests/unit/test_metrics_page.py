@@ -42,7 +42,7 @@ def test_every_metric_is_listed_once_with_a_meaning_and_a_unit() -> None:
 def test_the_router_exports_exactly_that() -> None:
     metrics = RouterMetrics()
     metrics.finished("/generate", 200, 0.1)
-    metrics.first_byte(0.1)
+    metrics.first_byte(0.1, 0.01, 0.08)
     metrics.retried(next(iter(RETRYABLE)))
     figures = TargetFigures(
         role="prefill", worker="http://p", dp_rank="0", in_flight=0, load=0, is_open=False, served=1, failed=0

@@ -7,6 +7,7 @@ The request's deadline and the client's leaving end it anywhere, and close every
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable
 from contextlib import suppress
 
@@ -68,7 +69,7 @@ class Dispatch:
     async def serve(self, caller: Caller, route: str, headers: dict[bytes, bytes]) -> None:
         """Serve one request."""
         loop = asyncio.get_running_loop()
-        began_s = loop.time()
+        began_s = time.monotonic()
         exchange = Exchange(route=route, rid=request_id(headers), client=caller)
         trip = Trip(exchange=exchange, loop=loop, began_s=began_s, deadline_s=began_s)
         if self._tracing is not None:
@@ -109,10 +110,10 @@ class Dispatch:
             caller.watch(bounds.leave)
             fields = parse_fields(body)
             trip.exchange.stage = "waiting in the router's queue"
-            arrived_s = trip.loop.time()
+            arrived_s = time.monotonic()
             await self._door.enter(guest, fields)
             if trip.span is not None:
-                trip.span.note("queue", arrived_s, trip.loop.time())
+                trip.span.note("queue", arrived_s, time.monotonic())
             return self._overload(trip.loop.time() * 1000) or await self._served(trip, headers, fields)
         finally:
             caller.unwatch()
@@ -150,7 +151,7 @@ class Dispatch:
 
     def _finished(self, trip: Trip) -> None:
         exchange, pair = trip.exchange, trip.pair
-        took_s = trip.loop.time() - trip.began_s
+        took_s = time.monotonic() - trip.began_s
         self._metrics.finished(exchange.route, exchange.status, took_s)
         self._recent.finished(exchange, None if trip.first_byte_s is None else trip.first_byte_s - trip.began_s)
         if trip.span is not None:

@@ -21,6 +21,8 @@ OTHER = "other"
 GENERATING_ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
 
 ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+TTFT_STAGES = ("router", "decode", "unattributed")
+STAGE_BUCKETS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 600.0)
 TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
@@ -82,22 +84,43 @@ class Durations(Collector):
     def __init__(self, name: str, meaning: str, buckets: tuple[float, ...]) -> None:
         self._name, self._meaning, self._buckets = name, meaning, buckets
         self._counts = [0] * (len(buckets) + 1)
-        self._sum_s = 0.0
+        self.sum_s = 0.0
 
     def observe(self, seconds: float) -> None:
         """It happened once."""
         self._counts[bisect_left(self._buckets, seconds)] += 1
-        self._sum_s += seconds
+        self.sum_s += seconds
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Upper bounds, and how many were not above them."""
+        bounds = [*map(str, self._buckets), "+Inf"]
+        return list(zip(bounds, accumulate(self._counts), strict=True))
 
     def collect(self) -> Iterable[Metric]:
         """The one histogram."""
-        bounds = [*map(str, self._buckets), "+Inf"]
-        yield HistogramMetricFamily(
-            self._name,
-            self._meaning,
-            buckets=list(zip(bounds, accumulate(self._counts), strict=True)),
-            sum_value=self._sum_s,
-        )
+        yield HistogramMetricFamily(self._name, self._meaning, buckets=self.buckets(), sum_value=self.sum_s)
+
+
+class Shares(Collector):
+    """What a time to first token consists of: each share is told by who spent it, and the rest is nobody's."""
+
+    def __init__(self, name: str, meaning: str, buckets: tuple[float, ...]) -> None:
+        self._name, self._meaning, self._buckets = name, meaning, buckets
+        self._shares = {stage: Durations(name, meaning, buckets) for stage in TTFT_STAGES}
+
+    def observe(self, ttft_s: float, router_s: float, decode_s: float) -> None:
+        """One answer began. No worker took longer than there was, whatever it says: sums of durations only grow."""
+        decode_s = min(decode_s, ttft_s - router_s)
+        self._shares["router"].observe(router_s)
+        self._shares["decode"].observe(decode_s)
+        self._shares["unattributed"].observe(ttft_s - router_s - decode_s)
+
+    def collect(self) -> Iterable[Metric]:
+        """One histogram, a series each."""
+        family = HistogramMetricFamily(self._name, self._meaning, labels=("stage",))
+        for stage, durations in self._shares.items():
+            family.add_metric((stage,), durations.buckets(), durations.sum_s)
+        yield family
 
 
 class Gaps(Durations):
@@ -177,11 +200,16 @@ class RouterMetrics:
             "From the request's head to the first body byte of a streaming answer",
             TTFT_BUCKETS,
         )
+        self._ttft_shares = Shares(
+            "baton_router_ttft_stage_seconds",
+            "What the time to the first body byte of a streaming answer consists of",
+            STAGE_BUCKETS,
+        )
         self._seconds = Durations(
             "baton_router_request_seconds", "From the request's head to the end of its answer", TTFT_BUCKETS
         )
         self.itl = Gaps("baton_router_itl_seconds", "Between two pieces of a stream", ITL_BUCKETS)
-        for counted in (self._endings, self._ttft, self._seconds, self.itl):
+        for counted in (self._endings, self._ttft, self._ttft_shares, self._seconds, self.itl):
             registry.register(counted)
         self._workers = Gauge("baton_router_workers", "Workers known", ("role", "state"), registry=registry)
         self._inflight = Gauge("baton_router_inflight_requests", "Requests under way", registry=registry)
@@ -203,9 +231,11 @@ class RouterMetrics:
         self._endings.count(route, status)
         self._seconds.observe(took_s)
 
-    def first_byte(self, ttft_s: float) -> None:
-        """A streaming answer began."""
+    def first_byte(self, ttft_s: float, router_s: float, decode_s: float | None) -> None:
+        """A streaming answer began; `router_s` of that this router took itself, `decode_s` decode, where it says so."""
         self._ttft.observe(ttft_s)
+        if decode_s is not None:
+            self._ttft_shares.observe(ttft_s, router_s, decode_s)
 
     def broke(self) -> None:
         """An answer that had begun ended with an error."""

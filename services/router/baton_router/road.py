@@ -32,6 +32,9 @@ from baton_router.trip import Trip
 from baton_router.upstream import Upstream, UpstreamLost
 
 DRAW_BITS = 32
+FIRST_TOKEN_HEADER = "x-baton-first-token-us"
+"""Of decode's stream: from the leg's arrival there to its first token."""
+FIRST_TOKEN_DIGITS_MAX = 12
 WORKERS_FAULT = 500
 """The one status by which a worker blames itself; 502 and 504 blame another, 503 is only full."""
 
@@ -167,6 +170,7 @@ class Road:
             if unregistered is not None:
                 return unregistered
         waiter = self._waiter(trip, call, pair)
+        trip.sent_s = time.monotonic()  # before: a write may wake decode at this process's expense
         attempt = Attempt(pair, call, upstream=self._upstream, directory=self._directory, loop=trip.loop, waiter=waiter)
         try:
             outcome = await attempt.outcome()
@@ -229,7 +233,7 @@ class Road:
         try:
             while chunk and not answer.is_over:
                 if gaps is not None:
-                    trip.heard_s = gaps.since(trip.heard_s, time.monotonic())  # finer than the loop's clock
+                    trip.heard_s = gaps.since(trip.heard_s, time.monotonic())
                 await exchange.pass_on(chunk if journal is None else journal.take(chunk))
                 if journal is not None and journal.error is not None:
                     return _broke(trip.pair, *journal.error)
@@ -247,10 +251,11 @@ class Road:
         return None
 
     async def _begin(self, trip: Trip, first: FirstBytes) -> None:
-        trip.first_byte_s = trip.loop.time()
+        trip.first_byte_s = time.monotonic()
         await trip.exchange.begin(first.answer)
         if trip.exchange.is_event_stream:
-            self._metrics.first_byte(trip.first_byte_s - trip.began_s)
+            began_s, sent_s = trip.began_s, trip.sent_s
+            self._metrics.first_byte(trip.first_byte_s - began_s, sent_s - began_s, _decode_s(first))
             if TOKEN_IDS_HEADER in first.answer.headers:
                 trip.journal = Journal()
 
@@ -280,6 +285,12 @@ class Road:
 def _lost(pair: Pair, lost: UpstreamLost) -> Failure:
     url = pair.decode.worker.url
     return leg_failure(FailureKind.LOST, f"decode worker {url}: {lost.text}", url)
+
+
+def _decode_s(first: FirstBytes) -> float | None:
+    """What decode says that it took to the first token; None where it does not."""
+    told = first.answer.headers.get(FIRST_TOKEN_HEADER, "")
+    return int(told) / 1e6 if told.isascii() and told.isdigit() and len(told) <= FIRST_TOKEN_DIGITS_MAX else None
 
 
 def _is_new(first: FirstBytes) -> bool:

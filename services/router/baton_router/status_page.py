@@ -35,6 +35,8 @@ tr:last-child td{border-bottom:0}
 th{font-size:12px;font-weight:600;color:var(--soft);white-space:nowrap}
 td.number,th.number{text-align:right;font-variant-numeric:tabular-nums}
 td.url,td.ranks{white-space:nowrap}td.text{min-width:260px}
+.workers th:nth-child(1){width:28%}.workers th:nth-child(2){width:20%}.workers th:nth-child(3){width:10%}
+.workers th:nth-child(4){width:22%}.workers th:nth-child(6){width:10%}
 .empty{padding:12px}
 """
 STATE_CLASS = {"ready": "good", "draining": "warn", "unready": "bad"}
@@ -85,7 +87,7 @@ def _tiles(status: Status) -> Iterator[str]:
     yield _tile(f"{rates.requests_per_s:.1f}", "requests a second")
     yield _tile(f"{rates.failures_per_s:.2f}", "failures a second", "bad" if rates.failures_per_s else "")
     yield _tile(str(status.in_flight), "requests under way")
-    yield _tile(str(status.waiting), f"waiting, of {status.waiting_max} at most", "warn" if status.waiting else "")
+    yield _tile(str(status.waiting), f"waiting (of {status.waiting_max})", "warn" if status.waiting else "")
     for share in (0.5, 0.95):
         ttft_s = rates.ttft_s.get(share)
         yield _tile("–" if ttft_s is None else f"{ttft_s * 1000:.0f} ms", f"first token, p{share * 100:.0f}")
@@ -103,7 +105,7 @@ def _workers(status: Status, role: str) -> Iterator[str]:
         yield '<div class="empty soft">None is known.</div></div>'
         return
     heads = ("Worker", "State", "Breaker", "Model", "Ranks")
-    yield f"<table><tr>{_cells('th', heads)}<th class='number'>Under way</th></tr>"
+    yield f"<table class='workers'><tr>{_cells('th', heads)}<th class='number'>Under way</th></tr>"
     for worker in own:
         yield "".join(_worker(worker))
     yield "</table></div>"

@@ -18,13 +18,14 @@ class Trip(msgspec.Struct, kw_only=True, eq=False):
     """One prompt, from its first pair to its last."""
 
     exchange: Exchange
-    loop: asyncio.AbstractEventLoop  # whose clock all times are of; to ask for the running one costs a system call
-    began_s: float
+    loop: asyncio.AbstractEventLoop  # to ask for the running one costs a system call
+    began_s: float  # all times are the monotonic clock's: the loop's own runs by it, and shows whole milliseconds
     deadline_s: float
     ask: Ask = NO_FACTS
     first_room: int = 0  # of the first attempt, where it is not to be drawn: one of a batch
+    sent_s: float = 0.0  # just before the legs of the last attempt went out
     first_byte_s: float | None = None
-    heard_s: float | None = None  # when the last piece of a stream came, by the monotonic clock
+    heard_s: float | None = None  # when the last piece of a stream came
     room: int = 0
     pair: Pair | None = None
     attempts: int = 0

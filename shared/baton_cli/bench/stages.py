@@ -1,7 +1,7 @@
 """Where the time to first token goes: each part is measured by the process that owns it.
 
-The router times the whole, decode's app what lies between a leg's arrival there and its first token, and the ranks their
-stages (`handoff_stage_seconds`). What the router's time has beyond the app's is nobody's.
+The router times the whole and what it takes itself, decode's app what lies between a leg's arrival there and its first
+token, and the ranks their stages (`handoff_stage_seconds`). The rest is nobody's: the router publishes it as `unattributed`.
 """
 
 import re
@@ -15,12 +15,16 @@ from baton_cli.errors import CliError
 
 _LINE = re.compile(r'baton_(prefill|decode)_handoff_stage_seconds_(sum|count)\{.*?stage="(\w+)".*?\} (\S+)')
 
+_SHARE = re.compile(r'baton_router_ttft_stage_seconds_(sum|count)\{stage="(\w+)"\} (\S+)')
+
 _WHOLE = re.compile(r"baton_(router|decode)_(ttft|first_token)_seconds_(sum|count)(?:\{\})? (\S+)")
 
 Key = tuple[str, str]
 """Role and stage."""
 
 TTFT: Key = ("router", "ttft")
+ROUTER: Key = ("router", "router")
+UNATTRIBUTED: Key = ("router", "unattributed")
 FIRST_TOKEN: Key = ("decode", "first_token")
 
 DECODE_PATH = ("intake", "resolving", "greeting", "prealloc", "transferring", "local", "computing")
@@ -53,6 +57,7 @@ def parse_stages(text: str) -> dict[Key, Total]:
     for role, what, stage, value in _LINE.findall(text):
         found[role, stage, what] = found.get((role, stage, what), 0.0) + float(value)  # of all DP ranks
     found |= {(role, stage, what): float(value) for role, stage, what, value in _WHOLE.findall(text)}
+    found |= {("router", stage, what): float(value) for what, stage, value in _SHARE.findall(text)}
     stages = {(role, stage) for role, stage, _ in found}
     return {
         (role, stage): Total(found.get((role, stage, "sum"), 0.0), found.get((role, stage, "count"), 0.0))
@@ -73,11 +78,6 @@ def mean_ms(before: Mapping[Key, Total], after: Mapping[Key, Total], requests: i
 def app_ms(means: Mapping[Key, float]) -> float:
     """What decode's app took beside its rank's stages: to read, check and tokenize, and to turn the token into text."""
     return means.get(FIRST_TOKEN, 0.0) - path_ms(means, DECODE_PATH)
-
-
-def unattributed_ms(means: Mapping[Key, float]) -> float:
-    """What of the router's TTFT no process owns: its own choosing, the leg's way to decode, the first bytes' way back."""
-    return means.get(TTFT, 0.0) - means.get(FIRST_TOKEN, 0.0)
 
 
 def path_ms(means: Mapping[Key, float], stages: Iterable[str]) -> float:
