@@ -71,7 +71,7 @@ class Dispatch:
         loop = asyncio.get_running_loop()
         began_s = time.monotonic()
         exchange = Exchange(route=route, rid=request_id(headers), client=caller)
-        trip = Trip(exchange=exchange, loop=loop, began_s=began_s, deadline_s=began_s)
+        trip = Trip(exchange=exchange, loop=loop, began_s=began_s, deadline_s=loop.time())
         if self._tracing is not None:
             trip.span = self._tracing.begin(f"router {exchange.route}", began_s, _caller(headers))
         self._recent.under_way += 1
@@ -89,7 +89,7 @@ class Dispatch:
         try:
             with Bounds(trip.loop) as bounds:
                 budget = budget_ms(headers, budget)
-                trip.deadline_s = trip.began_s + budget / 1000
+                trip.deadline_s += budget / 1000
                 bounds.expire_at(trip.deadline_s)
                 failure = await self._admitted(trip, headers, caller, bounds)
         except Refused as refused:

@@ -19,8 +19,8 @@ class Trip(msgspec.Struct, kw_only=True, eq=False):
 
     exchange: Exchange
     loop: asyncio.AbstractEventLoop  # to ask for the running one costs a system call
-    began_s: float  # all times are the monotonic clock's: the loop's own runs by it, and shows whole milliseconds
-    deadline_s: float
+    began_s: float  # times are the monotonic clock's: the loop's own runs by it, but shows whole milliseconds
+    deadline_s: float  # by the loop's own clock, which is not the monotonic one where a loop is simulated
     ask: Ask = NO_FACTS
     first_room: int = 0  # of the first attempt, where it is not to be drawn: one of a batch
     sent_s: float = 0.0  # just before the legs of the last attempt went out
