@@ -210,7 +210,8 @@ async def check(field: Field, story: Story, *, moves: bool, is_same_life: bool, 
     newcomers = [one for one in story.asked if story.away_s < one.began_s < story.last_away_s]
     assert len(newcomers) >= AWAY_REQUESTS and story.at(OTHER, newcomers) == newcomers
     late = [one for one in story.asked if one.began_s > story.back_s]
-    assert all(map(story.stayed, late)) and len(story.at(VICTIM, late)) >= BACK_REQUESTS
+    assert all(map(story.stayed, late)), [story.logged[one.rid] for one in late if not story.stayed(one)]
+    assert len(story.at(VICTIM, late)) >= BACK_REQUESTS
 
     async def calm() -> bool:
         found = [await asyncio.to_thread(field.stack.gauges, one) for one in ("prefill", VICTIM, OTHER)]
