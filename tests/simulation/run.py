@@ -59,10 +59,16 @@ def play(seed: int, *, traced: bool = False) -> Played:
 
 
 def play_many(seeds: range) -> list[Played]:
-    """Play some seeds in this process, with a collector that looks at what is new, and once a few worlds."""
+    """Play some seeds in this process, and clear away their worlds."""
+    played = [play(seed) for seed in seeds]
+    gc.collect()
+    return played
+
+
+def begin_process() -> None:
+    """A collector that looks at what is new, and once a few worlds. Frozen later, worlds that are over would be kept."""
     gc.freeze()
     gc.set_threshold(COLLECT_EVERY)
-    return [play(seed) for seed in seeds]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -81,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
     batches = [range(first, min(end, first + batch)) for first in range(options.first, end, batch)]
     total, times, began, done, failed = Tally(), [], time.monotonic(), 0, 0
     context = multiprocessing.get_context("spawn")
-    with context.Pool(min(options.jobs, len(batches))) as pool:
+    with context.Pool(min(options.jobs, len(batches)), begin_process) as pool:
         for played in pool.imap_unordered(play_many, batches):
             for one in played:
                 if one.failure:

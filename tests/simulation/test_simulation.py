@@ -1,5 +1,6 @@
 """A slice of the simulation in every test run; `make sim` plays as many seeds as one likes."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -88,6 +89,13 @@ def test_short_coverage_fails_a_long_run_and_is_named(capsys: pytest.CaptureFixt
 def test_a_long_run_that_went_on_after_a_failing_seed_fails_in_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert run._summary(Tally(), [1.0, 2.0], failed=1) == 1
     assert "2 seeds passed, 1 failed" in capsys.readouterr().out
+
+
+def test_worlds_that_are_over_are_cleared_away_however_many_are_played() -> None:
+    frozen = gc.get_freeze_count()
+    run.play_many(range(3))
+    assert gc.get_freeze_count() == frozen
+    assert not [one for one in gc.get_objects() if isinstance(one, World)]
 
 
 def test_the_report_lists_every_transition_and_fault() -> None:
